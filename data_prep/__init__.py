@@ -1,0 +1,1 @@
+"""From text to a prepared corpus: sources, cleaning, tokenizer, tokenising, cache."""

@@ -1,0 +1,94 @@
+"""Datasets of the `datasets` library: folders on disk and names on the hub.
+
+All goes through `datasets`, so HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and its cache work as everywhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from data_prep.text_files import text_or_empty
+from sharebert.config import ConfigError, DataConfig, near_match
+from sharebert.data.format import sha256_of_file
+
+
+def local_folder(config: DataConfig) -> Path | None:
+    """The folder that `hf_path` names, or None when it is a name on the hub.
+
+    Raises:
+        ConfigError: it is written like a path, but there is no such folder.
+    """
+    assert config.hf_path is not None  # DataConfig has checked it
+    folder = Path(config.hf_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if config.hf_path.startswith(("/", ".", "~")):
+        raise ConfigError(f"data.hf_path={config.hf_path!r}: no such folder")
+    return None
+
+
+def load(config: DataConfig) -> Any:
+    """The split `hf_split`, memory-mapped.
+
+    Raises:
+        ConfigError: no such dataset, configuration, split or column; the message names the key.
+    """
+    import datasets
+
+    folder = local_folder(config)
+    try:
+        if folder is not None and _is_saved(folder):
+            loaded = datasets.load_from_disk(str(folder))
+            if not isinstance(loaded, datasets.DatasetDict):
+                return _checked(loaded, config)  # one split; there is nothing to choose
+            if config.hf_split not in loaded:
+                splits = ", ".join(loaded)
+                hint = near_match(config.hf_split, loaded)
+                raise ConfigError(f"data.hf_split={config.hf_split!r}: no such split{hint} in {folder}: {splits}")
+            return _checked(loaded[config.hf_split], config)
+        name = str(folder) if folder is not None else config.hf_path
+        return _checked(datasets.load_dataset(name, config.hf_name, split=config.hf_split), config)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:  # missing, offline, unknown configuration or split
+        given = f"hf_name={config.hf_name!r}, hf_split={config.hf_split!r}"
+        raise ConfigError(f"data.hf_path={config.hf_path!r} ({given}): {error}") from error
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _checked(dataset: Any, config: DataConfig) -> Any:
+    columns = list(dataset.column_names)
+    if config.text_column not in columns:
+        hint = near_match(config.text_column, columns)
+        found = ", ".join(columns)
+        raise ConfigError(f"data.text_column={config.text_column!r}: no such column{hint}; columns: {found}")
+    return dataset.select_columns([config.text_column])
+
+
+def content_hash(config: DataConfig) -> tuple[str, int]:
+    """(hash, bytes): of the files of a local folder; for the hub, the fingerprint that `datasets` keeps."""
+    folder = local_folder(config)
+    if folder is None:
+        dataset = load(config)
+        return hashlib.sha256(str(dataset._fingerprint).encode()).hexdigest(), int(dataset.data.nbytes)
+    digest, num_bytes = hashlib.sha256(), 0
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path.name.startswith((".", "cache-", "tmp")):  # what `datasets` itself leaves in such folders
+            continue
+        digest.update(f"{path.relative_to(folder).as_posix()}\0{sha256_of_file(path)}\n".encode())
+        num_bytes += path.stat().st_size
+    return digest.hexdigest(), num_bytes
+
+
+def read_documents(config: DataConfig) -> Iterator[str]:
+    """The documents of the split in its order; memory holds 256 rows."""
+    row = 0
+    for batch in load(config).iter(batch_size=256):
+        for row, value in enumerate(batch[config.text_column], start=row + 1):  # noqa: B020
+            yield text_or_empty(value, f"{config.hf_path}, row {row}")

@@ -1,0 +1,254 @@
+"""Checkpoints that are whole or absent: atomic save, checksums, retention, and the search for the newest good one.
+
+A checkpoint is a folder ``step-00049999-shared`` holding `model.safetensors` (each tensor once), `training_state.pt`
+(optimizer state by parameter name; loads with ``weights_only=True``), `tokenizer.json` and `meta.json`. It is
+written under a temporary name, synced, and renamed; only then is `latest` moved and anything older deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+MODEL_FILE, STATE_FILE, TOKENIZER_FILE, META_FILE = (
+    "model.safetensors",
+    "training_state.pt",
+    "tokenizer.json",
+    "meta.json",
+)
+_NAME = re.compile(r"step-(\d{8,})-(shared|partly-shared|unshared)")
+_TEMPORARY = ".saving-"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read or written; the message names the file."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint folder, by its name only: nothing says yet that it is whole."""
+
+    step: int
+    phase: str
+    path: Path
+
+
+def list_checkpoints(folder: Path) -> list[Entry]:
+    """Checkpoints below `folder`, oldest first. Folders of other names are none of ours."""
+    if not folder.is_dir():
+        return []
+    entries = []
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            entries.append(Entry(int(match[1]), match[2], path))
+    return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """`meta.json` of a checkpoint, checked against its own checksum.
+
+    Raises:
+        CheckpointError: missing, damaged, or written by a newer format.
+    """
+    file = path / META_FILE
+    try:
+        meta = cast("dict[str, Any]", json.loads(file.read_text(encoding="utf-8")))
+        expected = meta.pop("meta_sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: expected a readable meta.json ({type(error).__name__}: {error})") from error
+    if _meta_checksum(meta) != expected:
+        raise CheckpointError(f"{file}: its checksum does not fit its content")
+    if meta["format_version"] > FORMAT_VERSION:
+        version = meta["format_version"]
+        raise CheckpointError(f"{file}: format version {version}; this sharebert reads up to {FORMAT_VERSION}")
+    return meta
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check every file of a checkpoint against `meta.json` and return that. Reads all bytes once.
+
+    Raises:
+        CheckpointError: the first file that is missing or damaged.
+    """
+    meta = read_meta(path)
+    for name, expected in meta["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != expected["bytes"]:
+            size = file.stat().st_size if file.is_file() else "no file"
+            raise CheckpointError(f"{file}: expected {expected['bytes']} bytes, found {size}")
+        if _file_checksum(file) != expected["sha256"]:
+            raise CheckpointError(f"{file}: its checksum does not fit its content")
+    return meta
+
+
+def find_newest_good(folder: Path) -> Path | None:
+    """The checkpoint of the highest step that is whole; damaged ones are named and passed over."""
+    for entry in reversed(list_checkpoints(folder)):
+        try:
+            verify(entry.path)
+        except CheckpointError as error:
+            logger.warning("checkpoint %s is damaged and passed over: %s", entry.path.name, error)
+        else:
+            return entry.path
+    return None
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The unique tensors of the model, on the host, under the first of their names."""
+    return cast("dict[str, Tensor]", load_file(path / MODEL_FILE))
+
+
+def load_training_state(path: Path) -> dict[str, Any]:
+    """Optimizer state by name, scaler and meters, on the host."""
+    return cast("dict[str, Any]", torch.load(path / STATE_FILE, map_location="cpu", weights_only=True))
+
+
+class CheckpointFolder:
+    """The `checkpoints` folder of one run: rank 0 saves into it, every rank reads from it."""
+
+    def __init__(self, path: Path, *, keep_last: int, keep_every: int | None) -> None:
+        self.path = path
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+
+    def save(
+        self, *, tensors: dict[str, Tensor], training_state: dict[str, Any], tokenizer: Path, meta: dict[str, Any]
+    ) -> Path:
+        """Write a checkpoint and delete what retention no longer keeps; returns its folder.
+
+        Args:
+            tensors: unique tensors of the model by name.
+            training_state: what resuming needs besides, loadable with ``weights_only=True``.
+            tokenizer: the run's tokenizer.json, copied along so that a checkpoint is usable by itself.
+            meta: at least `step`, `phase` and `before_unsharing`; format version and checksums are added.
+
+        Raises:
+            CheckpointError: the file system refused (full disk, no permission); older checkpoints are untouched.
+        """
+        name = f"step-{meta['step']:08d}-{meta['phase']}"
+        target, temporary = self.path / name, self.path / f"{_TEMPORARY}{name}"
+        if target.exists() and _is_good(target):
+            return target
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            self._write_files(temporary, tensors, training_state, tokenizer, meta)
+            if target.exists():
+                set_aside(target, "damaged")
+            temporary.rename(target)
+            _sync(self.path)
+            self._point_latest_to(name)
+        except (OSError, RuntimeError) as error:  # torch.save and safetensors raise RuntimeError on a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(f"{target}: could not be written ({error}); older checkpoints are intact") from error
+        self._delete_old()
+        return target
+
+    def _write_files(
+        self,
+        folder: Path,
+        tensors: dict[str, Tensor],
+        training_state: dict[str, Any],
+        tokenizer: Path,
+        meta: dict[str, Any],
+    ) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / MODEL_FILE)
+        torch.save(training_state, folder / STATE_FILE)
+        shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
+        files = {}
+        for name in (MODEL_FILE, STATE_FILE, TOKENIZER_FILE):
+            file = folder / name
+            _sync(file)
+            files[name] = {"bytes": file.stat().st_size, "sha256": _file_checksum(file)}
+        meta = json.loads(json.dumps({"format_version": FORMAT_VERSION, **meta, "files": files}))
+        meta["meta_sha256"] = _meta_checksum(meta)
+        (folder / META_FILE).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+        _sync(folder / META_FILE)
+        _sync(folder)
+
+    def _point_latest_to(self, name: str) -> None:
+        link = self.path / f"{_TEMPORARY}latest"
+        with contextlib.suppress(FileNotFoundError):
+            link.unlink()
+        link.symlink_to(name)
+        link.replace(self.path / "latest")
+
+    def _delete_old(self) -> None:
+        entries = list_checkpoints(self.path)
+        for entry in entries[: -self.keep_last]:
+            if self.keep_every and entry.step % self.keep_every == 0:
+                continue
+            with contextlib.suppress(CheckpointError):  # a damaged one has no claim to be kept
+                if read_meta(entry.path)["before_unsharing"]:
+                    continue
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what a killed save left behind."""
+    for path in folder.glob(f"{_TEMPORARY}step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(path: Path, reason: str) -> Path:
+    """Rename `path` to ``<name>.<reason>-<number>`` beside it: out of the way, not lost."""
+    number = 1
+    while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
+        number += 1
+    path.rename(target)
+    logger.warning("moved %s aside to %s", path, target.name)
+    return target
+
+
+def check_free_space(folder: Path, bytes_needed: int) -> None:
+    """Refuse to start a run whose first checkpoint would not fit.
+
+    Raises:
+        CheckpointError: with both figures.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < bytes_needed:
+        needed = f"{bytes_needed / 1e9:.2f} GB for a checkpoint"
+        raise CheckpointError(f"{folder}: {free / 1e9:.2f} GB free, expected at least {needed}")
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        verify(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _meta_checksum(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def _file_checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

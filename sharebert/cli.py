@@ -1,0 +1,236 @@
+"""The command line: takes the verb off the arguments, runs Hydra, converts once to dataclasses.
+
+torch is imported by the verbs, not here: a wrong key is refused in well under two seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import sharebert
+from sharebert import config as configuration
+from sharebert.config import ConfigError, TrainConfig, check_world_size, from_dict, near_match
+from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, Ranks, detect_ranks
+from sharebert.log import set_up_logging
+
+logger = logging.getLogger(__name__)
+
+HYDRA_VERBS = ("train", "prepare")
+PLAIN_VERBS = ("evaluate", "inspect")
+MAX_FOLDER_LENGTH = 120
+
+USAGE = f"""\
+sharebert {sharebert.__version__}: pretrain BERT by sharing one set of weights across all layers, then unsharing.
+
+usage: sharebert VERB [arguments]
+
+  train      prepare the data when it is not there yet, pretrain, resume
+               sharebert train
+               sharebert train +experiment=bert_base_half
+               sharebert train -m +experiment=demo unshare.step=50,100
+  prepare    tokenizer and tokenised corpus only
+               sharebert prepare data=text_files 'data.files=[corpus/*.jsonl.gz]'
+  evaluate   held-out loss and accuracy of a checkpoint on any text
+               sharebert evaluate outputs/demo/checkpoints/latest --files README.md
+  inspect    what a checkpoint holds: step, phase, groups of layers, hashes
+               sharebert inspect outputs/demo/checkpoints/latest
+
+  sharebert VERB --help       settings or flags of a verb
+  sharebert --version
+
+Exit status: 0 finished, 1 failed, 2 wrong request, 75 stopped by a signal and saved (run the same command again).
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return EXIT_FINISHED if arguments else EXIT_USAGE
+    if arguments[0] == "--version":
+        print(f"sharebert {sharebert.__version__}")
+        return EXIT_FINISHED
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in HYDRA_VERBS + PLAIN_VERBS:
+        known = HYDRA_VERBS + PLAIN_VERBS
+        print(
+            f"sharebert: unknown verb {verb!r}{near_match(verb, known)}; expected one of {', '.join(known)}",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    try:
+        ranks = detect_ranks()
+        set_up_logging(ranks.rank)
+        if verb in HYDRA_VERBS:
+            return _run_hydra(verb, rest, ranks)
+        return _run_plain(verb, rest)
+    except ConfigError as error:
+        print(f"sharebert {verb}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _run_plain(verb: str, arguments: list[str]) -> int:
+    if verb == "inspect":
+        from sharebert.inspect import main as run
+    else:
+        from sharebert.evaluate_text import main as run
+    return run(arguments)
+
+
+# ---------------------------------------------------------------------- verbs with a Hydra configuration
+
+
+def _run_hydra(verb: str, arguments: list[str], ranks: Ranks) -> int:
+    """Compose, convert and run: once, or for each job of a multirun. The highest exit status counts."""
+    as_json = "--json" in arguments
+    arguments = [argument for argument in arguments if argument != "--json"]
+    if as_json and verb != "prepare":
+        raise ConfigError(f"--json: sharebert {verb} has no such flag; expected it with prepare")
+    is_multirun = any(argument in ("-m", "--multirun") for argument in arguments)
+    if is_multirun and ranks.world_size > 1:
+        raise ConfigError(
+            f"-m: a sweep inside {ranks.world_size} ranks; expected one launch for each job, as in "
+            "`torchrun ... -m sharebert train unshare.step=50`"
+        )
+    run: Callable[[TrainConfig, Path], int]
+    run = (
+        (lambda config, folder: _train(config, folder, ranks))
+        if verb == "train"
+        else (lambda config, folder: _prepare(config, as_json))
+    )
+    return _compose_and_run(verb, arguments, run)
+
+
+def _compose_and_run(verb: str, arguments: list[str], run: Callable[[TrainConfig, Path], int]) -> int:
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    configuration.register()
+    OmegaConf.register_new_resolver("sharebert_run_name", _run_name, replace=True)
+    statuses: list[int] = []
+
+    def job(composed: DictConfig) -> None:
+        hydra_config = HydraConfig.get()
+        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
+        values["run_name"] = _run_name(values["run_name"], hydra_config.runtime.choices.get("experiment"))
+        folder = Path(values["output_dir"]) / values["run_name"]
+        if str(hydra_config.mode).endswith("MULTIRUN"):
+            folder /= job_folder(list(hydra_config.overrides.task))
+            logger.info("job %d: %s", hydra_config.job.num, folder)
+        statuses.append(_guarded(verb, lambda: run(from_dict(TrainConfig, values), folder)))
+
+    shows_all = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    # Hydra prints errors of its own and leaves with status 1; asked for full errors it raises them, to be said better.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    before, sys.argv = sys.argv, [f"sharebert {verb}", *arguments]  # where Hydra reads its arguments
+    try:
+        hydra.main(config_path="pkg://sharebert.conf", config_name="train", version_base="1.3")(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if shows_all:
+            raise
+        raise ConfigError(_explain(error)) from error
+    finally:
+        sys.argv = before
+    return max(statuses, default=EXIT_FINISHED)
+
+
+def _run_name(given: str | None, experiment: str | None) -> str:
+    """The run's name: as given, else the experiment's, else `run`."""
+    return given or (experiment or "run").replace("/", "-")
+
+
+def job_folder(overrides: Sequence[str]) -> str:
+    """Name of a sweep's job below its run folder, from the job's overrides: no shell has to quote it.
+
+    The same overrides give the same name whatever their order, so the same command finds its runs again.
+
+    >>> job_folder(["unshare.step=50", "max_steps=150"])
+    'max_steps-150_unshare.step-50'
+    """
+    named = sorted(item for item in overrides if not re.match(r"[+~]*(run_name|output_dir|experiment)\b", item))
+    if not named:
+        named = sorted(overrides)
+    text = "_".join(named).replace("=", "-")
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("-.")
+    if len(name) > MAX_FOLDER_LENGTH or name != text:
+        # Cut or replaced characters could make two jobs one.
+        name = f"{name[:MAX_FOLDER_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return name
+
+
+def _explain(error: BaseException) -> str:
+    """One message for people from Hydra's or OmegaConf's error: the key, what came, what was expected."""
+    cause = error.__cause__ if error.__cause__ is not None else error
+    text = str(cause).split("\n    full_key:")[0].strip()
+    key = str(getattr(cause, "full_key", "") or "")
+    if re.search(r"Key '.*' (is )?not in", text):
+        keys = configuration.flatten(configuration.to_dict(TrainConfig()))
+        groups = [key.split(".")[0] for key in keys if "." in key]
+        return f"{key}: no such key{near_match(key, [*keys, *groups])}"
+    missing = re.search(r"Could not find '([^']+)'.*Available options in '([^']+)':\s*(.*?)(?:\n\n|Config search path|$)", text, re.DOTALL)
+    if missing:
+        options = missing[3].split()
+        wrong = missing[1].rsplit("/", 1)[-1]
+        return f"{missing[2]}={wrong}: expected one of {', '.join(options)}{near_match(wrong, options)}"
+    return f"{key}: {text}" if key and key not in text else text
+
+
+def _guarded(verb: str, run: Callable[[], int]) -> int:
+    """Run one job; an error is printed and becomes an exit status, so that a sweep goes on with its next job."""
+    try:
+        return run()
+    except ConfigError as error:
+        print(f"sharebert {verb}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except Exception as error:
+        _report(error)
+        return EXIT_FAILED
+
+
+def _report(error: Exception) -> None:
+    """Errors made for people as their message, a lost peer as a line, everything else with its traceback."""
+    from sharebert.checkpoint import CheckpointError  # imports torch, which whoever failed here has done
+    from sharebert.data.format import DataError
+    from sharebert.distributed import RankZeroError, is_lost_peer
+    from sharebert.trainer import NonFiniteError
+
+    if isinstance(error, (CheckpointError, DataError, NonFiniteError)):
+        logger.error("%s", error)
+    elif isinstance(error, RankZeroError) or is_lost_peer(error):
+        logger.error("lost the other ranks; the job's first error says why (%s)", str(error).split("\n")[0])
+    else:
+        traceback.print_exception(error)
+
+
+def _train(config: TrainConfig, folder: Path, ranks: Ranks) -> int:
+    check_world_size(config, ranks.world_size)
+    from sharebert.metrics import check_extras
+
+    check_extras(config.logging)
+    from sharebert.pretrain import pretrain
+
+    return pretrain(config, ranks, folder)
+
+
+def _prepare(config: TrainConfig, as_json: bool) -> int:
+    from data_prep.prepare import prepare_corpus
+
+    corpus = prepare_corpus(config.data, progress=sys.stderr.isatty())
+    if as_json:
+        print(json.dumps({"folder": str(corpus.folder), **corpus.meta}))
+    else:
+        print(corpus.folder)
+    return EXIT_FINISHED

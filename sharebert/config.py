@@ -1,0 +1,417 @@
+"""Every setting of sharebert, its default, its meaning and its check.
+
+The dataclasses below are the only place of defaults; the YAML files under ``conf/`` make choices and
+state differences. Hydra composes a dictionary, :func:`from_dict` turns it into frozen dataclasses once,
+and everything below the command line sees only those. Standard library only (and Hydra's ConfigStore in
+:func:`register`), so that a wrong key is refused before torch is even imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Optional, TypeVar
+
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names the key, what came and what was expected."""
+
+
+def near_match(word: str, choices: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the choice nearest to `word`, or an empty string."""
+    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def _check(condition: bool, key: str, value: object, expected: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}={value!r}: expected {expected}")
+
+
+def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value!r}: expected one of {', '.join(choices)}{near_match(value, choices)}")
+
+
+def _check_positive(group: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _check(value is None or value > 0, f"{group}{name}", value, "a number above 0")
+
+
+def _check_fraction(group: str, config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _check(value is None or 0.0 <= value <= 1.0, f"{group}{name}", value, "a number from 0 to 1")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A BERT encoder with a masked-LM head."""
+
+    name: str = "bert_mini"
+    """Name of the preset, for people; set by the files of the group `model`."""
+    num_layers: int = 4
+    """Transformer layers, L."""
+    hidden_size: int = 256
+    """Width of the residual stream, D."""
+    num_heads: int = 4
+    """Attention heads; must divide hidden_size."""
+    intermediate_size: int = 1024
+    """Width of the feed-forward layer."""
+    max_position_embeddings: int = 512
+    """Learned positions; no sequence can be longer."""
+    norm: str = "pre"
+    """`pre`: layer norm before attention and feed-forward, and once at the end. `post`: as the original BERT."""
+    dropout: float = 0.1
+    """Dropout of embeddings and sublayer outputs."""
+    attention_dropout: float = 0.1
+    """Dropout of the attention probabilities."""
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights. 0.02 suits width 768 and up; narrow presets use 0.55/sqrt(width)."""
+
+    def __post_init__(self) -> None:
+        sizes = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "max_position_embeddings")
+        _check_positive("model.", self, *sizes, "initializer_range")
+        _check_choice("model.norm", self.norm, ("pre", "post"))
+        for name in ("dropout", "attention_dropout"):
+            value = getattr(self, name)
+            _check(0.0 <= value < 1.0, f"model.{name}", value, "a number from 0 up to, not including, 1")
+        _check(
+            self.hidden_size % self.num_heads == 0,
+            "model.hidden_size",
+            self.hidden_size,
+            f"a multiple of model.num_heads={self.num_heads}",
+        )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from and how it becomes tokens."""
+
+    source: str = "python_docs"
+    """`python_docs` (documentation of the running Python), `text_files`, or `hf_dataset`."""
+    files: list[str] = field(default_factory=list)
+    """For `text_files`: paths or globs of .txt, .txt.gz, .jsonl, .jsonl.gz, .parquet."""
+    hf_path: Optional[str] = None
+    """For `hf_dataset`: a hub name, or a local folder written by `save_to_disk` or holding data files."""
+    hf_name: Optional[str] = None
+    """For `hf_dataset`: the dataset's configuration name on the hub."""
+    hf_split: str = "train"
+    """For `hf_dataset`: the split to read."""
+    text_column: str = "text"
+    """Column or JSON key that holds the text."""
+    seq_len: int = 64
+    """Tokens in a sequence, [CLS] and [SEP] included."""
+    vocab_size: int = 2048
+    """Size of the WordPiece vocabulary trained when `tokenizer` is not given."""
+    lowercase: bool = True
+    """Lowercase text and strip accents, as the uncased BERT does; for a trained or a vocab.txt tokenizer."""
+    tokenizer: Optional[str] = None
+    """Path of a tokenizer.json or vocab.txt to use; null trains one on the corpus."""
+    validation_fraction: float = 0.05
+    """Share of the documents held out, chosen by a hash of their content."""
+    deduplicate: bool = False
+    """Keep only the first of several equal documents."""
+    cache_dir: Optional[str] = None
+    """Where prepared corpora live; null: $SHAREBERT_CACHE, else $XDG_CACHE_HOME/sharebert, else ~/.cache/sharebert."""
+    num_proc: Optional[int] = None
+    """Processes that tokenise; null: one for each usable core."""
+
+    def __post_init__(self) -> None:
+        _check_choice("data.source", self.source, ("python_docs", "text_files", "hf_dataset"))
+        _check_positive("data.", self, "vocab_size", "num_proc")
+        _check(self.seq_len >= 8, "data.seq_len", self.seq_len, "at least 8")
+        _check_fraction("data.", self, "validation_fraction")
+        if self.source == "text_files":
+            _check(bool(self.files), "data.files", self.files, "at least one path or glob with data.source=text_files")
+        if self.source == "hf_dataset":
+            _check(bool(self.hf_path), "data.hf_path", self.hf_path, "a name or folder with data.source=hf_dataset")
+
+
+@dataclass(frozen=True)
+class MaskingConfig:
+    """Which tokens are predicted and what the model sees in their place."""
+
+    probability: float = 0.15
+    """Share of each sequence that is predicted: max(1, round(probability x length)) slots."""
+    whole_word: bool = False
+    """Choose whole words instead of single wordpieces."""
+    mask_share: float = 0.8
+    """Share of the chosen tokens shown as [MASK]."""
+    random_share: float = 0.1
+    """Share of the chosen tokens shown as a random token; the rest are shown unchanged."""
+
+    def __post_init__(self) -> None:
+        _check(0.0 < self.probability < 1.0, "masking.probability", self.probability, "a number between 0 and 1")
+        _check_fraction("masking.", self, "mask_share", "random_share")
+        total = self.mask_share + self.random_share
+        _check(total <= 1.0 + 1e-9, "masking.mask_share + masking.random_share", total, "at most 1")
+
+
+POLICIES = ("fixed", "never", "always")
+
+
+@dataclass(frozen=True)
+class UnshareConfig:
+    """When, and from what, the layers stop sharing weights."""
+
+    policy: str = "fixed"
+    """`fixed` (share, unshare at update `step`), `never` share (an ordinary BERT), `always` share (as ALBERT)."""
+    step: Optional[int] = None
+    """For `fixed`: the first unshared update, tau; tau - 1 updates are shared. Wins over `fraction`."""
+    fraction: float = 0.1
+    """For `fixed` without `step`: tau as a share of max_steps, rounded, at least 1 (the paper: 50k of 500k)."""
+    unit_layers: int = 1
+    """Layers with weights of their own in a sharing unit: A of the paper's A x B; must divide num_layers."""
+    optimizer_state: str = "copy"
+    """At unsharing each layer's optimizer state is a `copy` of the shared one (the literal algorithm), or `reset`."""
+    initial: str = "independent"
+    """For `never`: layers start `independent` (as an ordinary BERT) or from the `same` weights."""
+
+    def __post_init__(self) -> None:
+        _check_choice("unshare.policy", self.policy, POLICIES)
+        _check_choice("unshare.optimizer_state", self.optimizer_state, ("copy", "reset"))
+        _check_choice("unshare.initial", self.initial, ("independent", "same"))
+        _check_positive("unshare.", self, "step", "unit_layers")
+        _check_fraction("unshare.", self, "fraction")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and learning-rate schedule.
+
+    AdamW is torch's, which corrects the bias of both moments; the optimizer of the original BERT does not,
+    so its first few thousand updates are larger than ours at the same rate.
+    """
+
+    name: str = "adamw"
+    """`adamw`, or `sgd` (no momentum: the notation of the paper's Algorithm 1)."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's first and second moment."""
+    eps: float = 1e-6
+    """AdamW's epsilon."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and layer norms have none."""
+    clip_norm: Optional[float] = 1.0
+    """Largest global gradient norm; null: no clipping."""
+    warmup_steps: int = 100
+    """Updates over which the rate rises linearly from 0 to `lr`."""
+    schedule: str = "linear"
+    """After warm-up: `linear` or `cosine` to 0 at max_steps, `constant`, or `wsd` (constant, then linear to 0)."""
+    decay_fraction: float = 0.1
+    """For `wsd`: share of max_steps, at the end, over which the rate falls to 0."""
+
+    def __post_init__(self) -> None:
+        _check_choice("optim.name", self.name, ("adamw", "sgd"))
+        _check_choice("optim.schedule", self.schedule, ("linear", "cosine", "constant", "wsd"))
+        _check_positive("optim.", self, "lr", "eps", "clip_norm")
+        _check(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "a number of at least 0")
+        _check(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "a number of at least 0")
+        _check_fraction("optim.", self, "decay_fraction")
+        betas_are_valid = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
+        _check(betas_are_valid, "optim.betas", list(self.betas), "two numbers from 0 up to, not including, 1")
+        object.__setattr__(self, "betas", (float(self.betas[0]), float(self.betas[1])))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How the arithmetic is carried out. `auto` follows a fixed rule, never a timing."""
+
+    device: str = "auto"
+    """`auto` (CUDA when there is one), `cpu` or `cuda`."""
+    precision: str = "auto"
+    """`auto` (bf16 where the hardware has it, else fp32), `bf16`, `fp16` (with a gradient scaler) or `fp32`."""
+    micro_batch_size: Optional[int] = None
+    """Upper bound of the sequences in one forward pass on one process; null: all of the process's share."""
+    compile: str = "auto"
+    """torch.compile of each layer: `auto` (on for CUDA, off for CPU), `true` or `false`."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
+    num_workers: Optional[int] = None
+    """Processes that read and mask batches; null: 0 on CPU, 2 on CUDA."""
+
+    def __post_init__(self) -> None:
+        _check_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
+        _check_choice("engine.precision", self.precision, ("auto", "bf16", "fp16", "fp32"))
+        object.__setattr__(self, "compile", str(self.compile).lower())
+        _check_choice("engine.compile", self.compile, ("auto", "true", "false"))
+        _check_positive("engine.", self, "micro_batch_size")
+        workers = self.num_workers
+        _check(workers is None or workers >= 0, "engine.num_workers", workers, "a number of at least 0, or null")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When training state is saved, what is kept, and whether a run resumes."""
+
+    every_steps: Optional[int] = 500
+    """Updates between checkpoints; null: only before unsharing, when stopped, and at the end."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept. The one before each unsharing is kept besides."""
+    keep_every: Optional[int] = None
+    """Also keep every checkpoint whose step is a multiple of this."""
+    resume: str = "auto"
+    """`auto` (from the newest good checkpoint of the run folder), `never`, or the path of a checkpoint."""
+
+    def __post_init__(self) -> None:
+        _check_positive("checkpoint.", self, "every_steps", "keep_last", "keep_every")
+        _check(bool(self.resume), "checkpoint.resume", self.resume, "auto, never, or the path of a checkpoint")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out masked-LM loss and accuracy, always on the same sequences with the same masks."""
+
+    every_steps: Optional[int] = 250
+    """Updates between evaluations; null: only at step 0 and at the end."""
+    max_sequences: int = 2000
+    """Upper bound of the held-out sequences, chosen by a hash of their content."""
+
+    def __post_init__(self) -> None:
+        _check_positive("evaluation.", self, "every_steps", "max_sequences")
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where progress goes besides the terminal, `metrics.jsonl` and `curves.png`."""
+
+    every_steps: int = 10
+    """Updates between two rows of figures."""
+    tensorboard: bool = False
+    """Write TensorBoard events (extra `tensorboard`)."""
+    wandb: bool = False
+    """Log to Weights & Biases (extra `wandb`)."""
+    wandb_project: str = "sharebert"
+    """Project of the W&B run."""
+
+    def __post_init__(self) -> None:
+        _check_positive("logging.", self, "every_steps")
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """Switches for finding faults; all of them cost time."""
+
+    deterministic: bool = False
+    """Only deterministic kernels: runs on CUDA repeat bit for bit."""
+    detect_anomaly: bool = False
+    """torch's anomaly mode: name the operation whose backward pass made a NaN."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One pretraining run."""
+
+    run_name: Optional[str] = None
+    """Folder of the run below output_dir; null: the experiment's name, else `run`."""
+    output_dir: str = "outputs"
+    """Folder that holds the run folders."""
+    seed: int = 1
+    """Seed of initial weights, data order, masks and dropout."""
+    max_steps: int = 1200
+    """Updates in the run, T."""
+    global_batch_size: int = 64
+    """Sequences in an update, over all processes and micro-batches."""
+    init_from: Optional[str] = None
+    """Start from the weights of this checkpoint, at step 0 with a fresh optimizer; null: random weights."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    masking: MaskingConfig = field(default_factory=MaskingConfig)
+    unshare: UnshareConfig = field(default_factory=UnshareConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    def __post_init__(self) -> None:
+        _check_positive("", self, "max_steps", "global_batch_size")
+        _check(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 below 2**63")
+        positions = self.model.max_position_embeddings
+        expected = f"at most model.max_position_embeddings={positions}"
+        _check(self.data.seq_len <= positions, "data.seq_len", self.data.seq_len, expected)
+        layers, unit_layers = self.model.num_layers, self.unshare.unit_layers
+        expected = f"a divisor of model.num_layers={layers}"
+        _check(layers % unit_layers == 0, "unshare.unit_layers", unit_layers, expected)
+        if self.unshare.policy == "fixed":
+            step, expected = self.unshare.step, f"at most max_steps={self.max_steps}"
+            _check(step is None or step <= self.max_steps, "unshare.step", step, expected)
+
+
+def check_world_size(config: TrainConfig, world_size: int) -> None:
+    """Refuse a global batch that cannot be split evenly over `world_size` processes."""
+    expected = f"a multiple of the {world_size} processes of this job"
+    divides = config.global_batch_size % world_size == 0
+    _check(divides, "global_batch_size", config.global_batch_size, expected)
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """Build the (nested) dataclass `cls` from plain dictionaries, with all its checks.
+
+    Raises:
+        ConfigError: an unknown key (with the near match), or a value that a check refuses.
+    """
+    hints = typing.get_type_hints(cls)
+    unknown = [key for key in values if key not in hints]
+    if unknown:
+        raise ConfigError(f"{path}{unknown[0]}: no such key{near_match(unknown[0], hints)}")
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            arguments[key] = from_dict(hint, value, f"{path}{key}.")
+        else:
+            arguments[key] = value
+    return cls(**arguments)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain nested dictionaries, as JSON and YAML can hold them (tuples become lists)."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    return typing.cast("dict[str, Any]", plain(dataclasses.asdict(config)))
+
+
+def flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """``{"model": {"norm": "pre"}}`` as ``{"model.norm": "pre"}``."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{path}{key}."))
+        else:
+            flat[f"{path}{key}"] = value
+    return flat
+
+
+def register() -> None:
+    """Put the schema of `train` into Hydra's ConfigStore as `train_schema`.
+
+    OmegaConf makes nodes of frozen dataclasses read-only, and Hydra could not apply an override to them:
+    the flag is taken off the nodes, the dataclasses stay frozen.
+    """
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import DictConfig, OmegaConf
+
+    def thaw(node: DictConfig) -> None:
+        OmegaConf.set_readonly(node, None)
+        for key in node:
+            child = node._get_node(key)
+            if isinstance(child, DictConfig):
+                thaw(child)
+
+    schema = OmegaConf.structured(TrainConfig)
+    thaw(schema)
+    ConfigStore.instance().store(name="train_schema", node=schema)

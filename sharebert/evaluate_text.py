@@ -1,0 +1,73 @@
+"""The verb `evaluate`: held-out masked-LM loss and accuracy of a checkpoint on any text files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_prep.encode import TextEncoder
+from data_prep.prepare import tokenize_files
+from sharebert.checkpoint import TOKENIZER_FILE
+from sharebert.config import EngineConfig, MaskingConfig, from_dict
+from sharebert.data.loader import evaluation_batches
+from sharebert.data.masking import build_vocabulary
+from sharebert.evaluate import Evaluator
+from sharebert.launch import EXIT_FINISHED, Ranks
+from sharebert.precision import resolve_device, resolve_precision
+from sharebert.train_state import load_model
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse the flags, evaluate and print; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="sharebert evaluate", description="Masked-LM loss and accuracy of a checkpoint on text files."
+    )
+    parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or the link `latest`")
+    parser.add_argument("--files", nargs="+", required=True, help="txt, jsonl or parquet files, also gzipped; globs")
+    parser.add_argument("--text-column", default="text", help="column or key that holds the text (default: text)")
+    parser.add_argument("--seq-len", type=int, help="tokens in a sequence (default: as in training)")
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences in a forward pass (default: 32)")
+    parser.add_argument("--max-sequences", type=int, default=2000, help="at most so many (default: 2000)")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp16", "fp32"))
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+    figures = evaluate_files(parser.parse_args(arguments))
+    if parser.parse_args(arguments).json:
+        print(json.dumps(figures))
+    else:
+        print("\n".join(f"{name:<24}{value:,.4f}".rstrip("0").rstrip(".") for name, value in figures.items()))
+    return EXIT_FINISHED
+
+
+def evaluate_files(options: argparse.Namespace) -> dict[str, float]:
+    """Figures named `eval/...` of ``options.checkpoint`` on ``options.files``.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ConfigError: a pattern matches nothing.
+        DataError: a file cannot be read.
+    """
+    model, _, meta = load_model(options.checkpoint)
+    config, tokenizer = meta["config"], options.checkpoint / TOKENIZER_FILE
+    device = resolve_device(EngineConfig(device=options.device), Ranks())
+    precision = resolve_precision(EngineConfig(precision=options.precision), device)
+    masking = from_dict(MaskingConfig, config["masking"])
+    encoder = TextEncoder(tokenizer)
+    with tempfile.TemporaryDirectory(prefix="sharebert-") as folder:
+        store = tokenize_files(options.files, options.text_column, tokenizer, Path(folder) / "tokens")
+        batches = evaluation_batches(
+            store,
+            build_vocabulary(tokenizer, encoder.special_ids, encoder.vocab_size, masking.whole_word),
+            seq_len=options.seq_len or config["data"]["seq_len"],
+            masking=masking,
+            max_sequences=options.max_sequences,
+            batch_size=options.batch_size,
+            rank=0,
+            world_size=1,
+        )
+        figures = Evaluator(batches, encoder.vocab_size, precision).evaluate(model.to(device))
+    assert figures is not None, "nobody asked it to stop"
+    return figures

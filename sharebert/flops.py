@@ -1,0 +1,42 @@
+"""Floating-point operations of a model and the rate this machine reaches on a plain matrix product."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from sharebert.config import ModelConfig
+
+
+def forward_flops_per_sequence(model: ModelConfig, seq_len: int, predictions: int, vocab_size: int) -> int:
+    """Multiply-adds, counted as two operations, of the matrix products of one forward pass over one sequence.
+
+    Sharing weights does not change it. Per layer: 4 D^2 + 2 D F multiply-adds a token for projections and
+    feed-forward, 2 T D for scores and mixing; in the head D^2 + D V for each prediction slot.
+    """
+    width, inner = model.hidden_size, model.intermediate_size
+    layer = seq_len * (4 * width * width + 2 * width * inner + 2 * seq_len * width)
+    head = predictions * (width * width + width * vocab_size)
+    return 2 * (model.num_layers * layer + head)
+
+
+def flops_per_update(
+    model: ModelConfig, seq_len: int, predictions: int, vocab_size: int, global_batch_size: int
+) -> int:
+    """Model operations of one update: forward, and twice that for backward. Recomputation is not counted."""
+    return 3 * global_batch_size * forward_flops_per_sequence(model, seq_len, predictions, vocab_size)
+
+
+def measure_matmul_peak(device: torch.device, dtype: torch.dtype, size: int = 2048, seconds: float = 0.3) -> float:
+    """Operations per second of the best of several `size`^3 matrix products, tried for about `seconds`."""
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
+    best, begin = float("inf"), time.perf_counter()
+    while best == float("inf") or time.perf_counter() - begin < seconds:
+        start = time.perf_counter()
+        torch.mm(a, b)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,294 @@
+"""The verb `train`: every part of a pretraining run, put together in plain order, and closed whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_prep.cache import find_prepared
+from data_prep.prepare import prepare_corpus
+from sharebert import checkpoint, distributed
+from sharebert.checkpoint import CheckpointFolder
+from sharebert.config import TrainConfig, check_world_size, to_dict
+from sharebert.curves import draw_curves
+from sharebert.data.format import PreparedCorpus
+from sharebert.data.loader import build_loader, evaluation_batches
+from sharebert.data.masking import Vocabulary, build_vocabulary, num_slots
+from sharebert.evaluate import Evaluator
+from sharebert.flops import flops_per_update, measure_matmul_peak
+from sharebert.launch import EXIT_FINISHED, EXIT_STOPPED, Ranks, StopSignals
+from sharebert.log import close_log_file, open_log_file
+from sharebert.metrics import Progress, Recorder, build_sinks, check_extras
+from sharebert.precision import Precision, resolve_compile, resolve_device, resolve_precision
+from sharebert.provenance import describe_origin
+from sharebert.run_folder import RunFolder, find_start, refuse_other_configuration, refuse_other_corpus
+from sharebert.train_state import TrainState, build_train_state
+from sharebert.trainer import Trainer
+from sharebert.unshare_policy import resolve_unshare_step
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
+    """Run, or go on with, the run in `folder`; returns the exit status of the process.
+
+    Args:
+        config: the run.
+        ranks: this process among those of the job.
+        folder: the run folder; made when it is not there.
+
+    Raises:
+        ConfigError: the request is wrong, or does not fit what the run folder holds; nothing was changed there.
+    """
+    check_extras(config.logging)
+    check_world_size(config, ranks.world_size)
+    device = resolve_device(config.engine, ranks)
+    run = RunFolder(folder)
+    with contextlib.ExitStack() as closing:
+        distributed.join_group(ranks, device)
+        closing.callback(distributed.leave_group)
+        closing.callback(run.close)
+        start, is_finished = distributed.on_rank_zero(lambda: _enter(run, config, device))
+        if is_finished:
+            logger.info("%s is finished (%d updates): nothing to do", folder, config.max_steps)
+            return EXIT_FINISHED
+        if ranks.rank == 0:
+            open_log_file(folder / "log.txt")
+            closing.callback(close_log_file)
+        corpus = _wait_for_corpus(config, ranks)
+        return _train(config, run, corpus, device, start, closing)
+
+
+def _enter(run: RunFolder, config: TrainConfig, device: torch.device) -> tuple[Path | None, bool]:
+    """Rank 0: own the run folder; the checkpoint to go on from, and whether there is nothing left to do."""
+    run.open(replace=config.checkpoint.resume == "never")
+    start = find_start(run, config.checkpoint.resume)
+    if start is None:
+        return None, False
+    meta = checkpoint.read_meta(start)
+    resolved, _ = resolve(config, device, meta)
+    refuse_other_configuration(meta["config"], resolved, run.path)
+    is_finished = run.read_status().get("state") == "finished" and meta["step"] >= config.max_steps
+    return start, is_finished
+
+
+def _wait_for_corpus(config: TrainConfig, ranks: Ranks) -> PreparedCorpus:
+    """The prepared corpus; the first rank of each machine makes it when it is not there.
+
+    The others look for it rather than wait in a collective, which would run into the group's time limit.
+    """
+    if ranks.local_rank == 0:
+        return prepare_corpus(config.data, progress=ranks.rank == 0)
+    while (corpus := find_prepared(config.data)) is None:
+        time.sleep(1.0)
+    return corpus
+
+
+def resolve(config: TrainConfig, device: torch.device, meta: dict[str, Any] | None) -> tuple[TrainConfig, Precision]:
+    """Every `auto` and null of the engine, and the unshare step, made explicit by fixed rules.
+
+    Args:
+        config: as composed.
+        device: of this process.
+        meta: of the checkpoint to go on from, whose precision is taken for `auto`.
+    """
+    engine = config.engine
+    if meta is not None and engine.precision == "auto":
+        engine = dataclasses.replace(engine, precision=meta["config"]["engine"]["precision"])
+    precision = resolve_precision(engine, device)
+    local_batch = config.global_batch_size // distributed.world_size()
+    bound = min(engine.micro_batch_size or local_batch, local_batch)
+    workers = engine.num_workers
+    engine = dataclasses.replace(
+        engine,
+        device=device.type,
+        precision=precision.name,
+        compile=str(resolve_compile(engine, device)).lower(),
+        micro_batch_size=next(size for size in range(bound, 0, -1) if local_batch % size == 0),
+        num_workers=workers if workers is not None else (2 if device.type == "cuda" else 0),
+    )
+    unshare = dataclasses.replace(config.unshare, step=resolve_unshare_step(config))
+    return dataclasses.replace(config, engine=engine, unshare=unshare), precision
+
+
+def _train(
+    config: TrainConfig,
+    run: RunFolder,
+    corpus: PreparedCorpus,
+    device: torch.device,
+    start: Path | None,
+    closing: contextlib.ExitStack,
+) -> int:
+    """Build every part, train, and leave a status behind."""
+    meta = checkpoint.read_meta(start) if start is not None else {}
+    config, precision = resolve(config, device, meta or None)
+    if meta:
+        refuse_other_corpus(meta, corpus.content_hashes, run.path)
+    closing.enter_context(_debug_modes(config))
+    vocabulary = build_vocabulary(
+        corpus.tokenizer_path, corpus.special_ids, corpus.vocab_size, config.masking.whole_word
+    )
+    state = build_train_state(config, corpus.vocab_size, device, precision, start)
+    windows = _build_windows(config, corpus, vocabulary, state.counters.step)
+    evaluator = _build_evaluator(config, corpus, vocabulary, precision)
+    stop = closing.enter_context(StopSignals())
+    distributed.on_rank_zero(lambda: _claim(run, config, state))
+    recorder = _build_recorder(config, run, state, meta.get("wandb_run_id"))
+    closing.callback(recorder.close)
+    flops = _flops(config, corpus.vocab_size)
+    peak = measure_matmul_peak(device, precision.dtype) * distributed.world_size()
+    checkpoints = CheckpointFolder(
+        run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
+    )
+
+    def save(before_unsharing: bool) -> None:
+        def write() -> None:
+            description = _describe(config, state, corpus, recorder.wandb_run_id, before_unsharing)
+            checkpoints.save(
+                tensors=state.tensors(),
+                training_state=state.state_dict(),
+                tokenizer=corpus.tokenizer_path,
+                meta=description,
+            )
+
+        distributed.on_rank_zero(write)
+
+    trainer = Trainer(config, state, precision, evaluator, recorder, save, stop, flops, peak)
+    _announce(config, state, corpus, start)
+    return _fit(trainer, windows, run, stop)
+
+
+def _fit(trainer: Trainer, windows: Any, run: RunFolder, stop: StopSignals) -> int:
+    """Train; whatever happens, `status.json` says it."""
+    is_first, counters = distributed.rank() == 0, trainer.counters
+    try:
+        is_finished = trainer.fit(windows)
+    except BaseException as error:
+        if is_first:
+            run.write_status("failed", counters.step, f"{type(error).__name__}: {error}")
+        raise
+    if is_first:
+        outcome, reason = ("finished", "") if is_finished else ("stopped", stop.received or "asked on another rank")
+        run.write_status(outcome, counters.step, reason)
+        draw_curves(run.path)
+        logger.info("%s at step %d of %d: %s", outcome, counters.step, trainer.config.max_steps, run.path)
+    return EXIT_FINISHED if is_finished else EXIT_STOPPED
+
+
+def _claim(run: RunFolder, config: TrainConfig, state: TrainState) -> None:
+    """Rank 0: from here on the folder says that this run is running."""
+    checkpoint.check_free_space(run.path, 3 * 4 * state.effective_parameters())  # fp32 weights and two moments
+    run.write_config(config)
+    run.write_status("running", state.counters.step)
+
+
+def _build_windows(config: TrainConfig, corpus: PreparedCorpus, vocabulary: Vocabulary, first_update: int) -> Any:
+    assert config.engine.num_workers is not None
+    return build_loader(
+        corpus.train,
+        vocabulary,
+        seq_len=config.data.seq_len,
+        masking=config.masking,
+        seed=config.seed,
+        global_batch_size=config.global_batch_size,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        first_update=first_update,
+        num_updates=config.max_steps,
+        num_workers=config.engine.num_workers,
+        pin_memory=config.engine.device == "cuda",
+    )
+
+
+def _build_evaluator(
+    config: TrainConfig, corpus: PreparedCorpus, vocabulary: Vocabulary, precision: Precision
+) -> Evaluator:
+    assert config.engine.micro_batch_size is not None
+    batches = evaluation_batches(
+        corpus.validation,
+        vocabulary,
+        seq_len=config.data.seq_len,
+        masking=config.masking,
+        max_sequences=config.evaluation.max_sequences,
+        batch_size=config.engine.micro_batch_size,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+    )
+    return Evaluator(batches, corpus.vocab_size, precision)
+
+
+def _build_recorder(config: TrainConfig, run: RunFolder, state: TrainState, wandb_run_id: str | None) -> Recorder:
+    step, is_first = state.counters.step, distributed.rank() == 0
+    sinks = build_sinks(run.path, config, step, wandb_run_id) if is_first else []
+    return Recorder(sinks, Progress(step, config.max_steps, enabled=is_first))
+
+
+def _flops(config: TrainConfig, vocab_size: int) -> int:
+    slots = num_slots(config.data.seq_len, config.masking.probability)
+    return flops_per_update(config.model, config.data.seq_len, slots, vocab_size, config.global_batch_size)
+
+
+def _describe(
+    config: TrainConfig, state: TrainState, corpus: PreparedCorpus, wandb_run_id: str | None, before_unsharing: bool
+) -> dict[str, Any]:
+    """`meta.json` of a checkpoint."""
+    return {
+        **state.describe(),
+        "before_unsharing": before_unsharing,
+        "samples_seen": state.counters.step * config.global_batch_size,
+        "config": to_dict(config),
+        "corpus": corpus.content_hashes,
+        "world_size": distributed.world_size(),
+        "wandb_run_id": wandb_run_id,
+        **describe_origin(),
+    }
+
+
+def _announce(config: TrainConfig, state: TrainState, corpus: PreparedCorpus, start: Path | None) -> None:
+    """The lines a person wants to see before the first update."""
+    tokens = corpus.train.num_tokens
+    logger.info("data: %s training tokens, vocabulary %d (%s)", f"{tokens:,}", corpus.vocab_size, corpus.folder)
+    logger.info(
+        "model: %s, %s unique of %s parameters, %s",
+        config.model.name,
+        f"{state.unique_parameters():,}",
+        f"{state.effective_parameters():,}",
+        state.sharing.phase,
+    )
+    logger.info(
+        "engine: %s, %s, %d process(es), %d x %d tokens an update in micro-batches of %d, compile %s",
+        config.engine.device,
+        config.engine.precision,
+        distributed.world_size(),
+        config.global_batch_size,
+        config.data.seq_len,
+        config.engine.micro_batch_size,
+        config.engine.compile,
+    )
+    if config.optim.warmup_steps > config.max_steps:
+        message = "optim.warmup_steps=%d is more than max_steps=%d: the rate will not reach optim.lr"
+        logger.warning(message, config.optim.warmup_steps, config.max_steps)
+    begin = f"goes on from {start}" if start is not None else "starts"
+    logger.info("%s at step %d of %d", begin, state.counters.step, config.max_steps)
+
+
+@contextlib.contextmanager
+def _debug_modes(config: TrainConfig) -> Iterator[None]:
+    """Deterministic kernels and anomaly mode, as long as the run lasts."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    if config.debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
+        torch.use_deterministic_algorithms(True)
+    try:
+        with torch.autograd.set_detect_anomaly(config.debug.detect_anomaly):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was_deterministic)

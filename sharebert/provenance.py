@@ -1,0 +1,45 @@
+"""Where a result comes from: code, command line, libraries. Goes into every checkpoint."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import sharebert
+
+LIBRARIES = ("torch", "numpy", "tokenizers", "datasets", "safetensors", "hydra-core", "omegaconf")
+
+
+def describe_origin() -> dict[str, Any]:
+    """Version and git commit of sharebert, the command line, and the versions of what it stands on."""
+    return {
+        "sharebert_version": sharebert.__version__,
+        "git_commit": _git_commit(),
+        "command_line": " ".join([sys.argv[0], *map(shlex.quote, sys.argv[1:])]),
+        "library_versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of the source tree this runs from, with `-dirty` after it; None for an installed wheel."""
+    root = Path(sharebert.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

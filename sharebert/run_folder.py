@@ -1,0 +1,176 @@
+"""The folder of one run: who owns it, what state the run is in, and whether this configuration may go on in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
+
+from sharebert.checkpoint import (
+    CheckpointError,
+    find_newest_good,
+    list_checkpoints,
+    read_meta,
+    remove_leftovers,
+    set_aside,
+    verify,
+)
+from sharebert.config import ConfigError, TrainConfig, flatten, to_dict
+
+MAY_DIFFER = (
+    "run_name",
+    "output_dir",
+    "data.files",  # the content hash of the prepared text is compared instead
+    "data.hf_path",
+    "data.tokenizer",
+    "data.cache_dir",
+    "data.num_proc",
+    "engine.device",
+    "engine.micro_batch_size",
+    "engine.num_workers",
+    "engine.compile",
+    "engine.activation_checkpointing",
+    "unshare.fraction",  # unshare.step holds what it comes to
+    "checkpoint.",
+    "evaluation.",
+    "logging.",
+    "debug.",
+)
+"""Keys (a trailing dot: whole groups) in which a resumed run may differ from the run that began."""
+
+
+class RunFolder:
+    """``<output_dir>/<run_name>``, made and locked by rank 0 for as long as the job runs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self._lock: FileLock | None = None
+
+    def open(self, replace: bool) -> None:
+        """Make the folder, hold its lock, and clear what a killed save left in it.
+
+        Args:
+            replace: start over; what an earlier run left there is moved aside, not lost.
+
+        Raises:
+            ConfigError: another process is running in it, or it cannot be made.
+        """
+        try:
+            self._lock_folder()
+            if replace and list_checkpoints(self.checkpoints):
+                self.close()
+                set_aside(self.path, "replaced")
+                self._lock_folder()
+            remove_leftovers(self.checkpoints)
+        except Timeout as error:
+            message = f"run folder {self.path}: another process is running in it; expected it free, or another run_name"
+            raise ConfigError(message) from error
+        except OSError as error:
+            raise ConfigError(f"run folder {self.path}: cannot be written ({error.strerror})") from error
+
+    def _lock_folder(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(self.path / ".lock")
+        self._lock.acquire(blocking=False)
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def write_config(self, config: TrainConfig) -> None:
+        """`config.yaml`: everything resolved, so that it says what was run."""
+        write_atomically(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
+
+    def write_status(self, state: str, step: int, reason: str = "") -> None:
+        """`status.json`: running, finished, stopped or failed; the step; the reason."""
+        status = {"state": state, "step": step, "reason": reason}
+        write_atomically(self.path / "status.json", json.dumps(status) + "\n")
+
+    def read_status(self) -> dict[str, Any]:
+        """What :meth:`write_status` wrote last; empty before."""
+        try:
+            status = json.loads((self.path / "status.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return status if isinstance(status, dict) else {}
+
+
+def find_start(run: RunFolder, resume: str) -> Path | None:
+    """The checkpoint to go on from, or None to start at step 0.
+
+    The newest good checkpoint of the run folder; for a path, that checkpoint unless the folder already went on
+    from it. A path inside the run folder goes back to it: later checkpoints are moved aside.
+
+    Raises:
+        ConfigError: `resume` names a checkpoint that is not there or is damaged.
+    """
+    newest = find_newest_good(run.checkpoints)
+    if resume in ("auto", "never"):
+        return newest
+    chosen = Path(resume).expanduser().resolve()
+    try:
+        step = verify(chosen)["step"]
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.resume={resume!r}: expected a whole checkpoint ({error})") from error
+    if chosen.parent == run.checkpoints.resolve():
+        for entry in list_checkpoints(run.checkpoints):
+            if entry.step > step:
+                set_aside(entry.path, "replaced")
+        return chosen
+    return newest if newest is not None and read_meta(newest)["step"] >= step else chosen
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file as a whole: a reader sees the old text or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def configuration_differences(saved: Mapping[str, Any], current: TrainConfig) -> list[str]:
+    """Lines ``key: saved -> current`` for every key in which a resumed run must not differ."""
+    before, now = flatten(saved), flatten(to_dict(current))
+    differences = []
+    for key in sorted({*before, *now}):
+        may_differ = any(key.startswith(name) if name.endswith(".") else key == name for name in MAY_DIFFER)
+        if not may_differ and before.get(key) != now.get(key):
+            differences.append(f"{key}: {before.get(key)} -> {now.get(key)}")
+    return differences
+
+
+def refuse_other_configuration(saved: Mapping[str, Any], current: TrainConfig, run: Path) -> None:
+    """Refuse to continue a run under settings that would make it another run.
+
+    Raises:
+        ConfigError: with one line for each differing key.
+    """
+    differences = configuration_differences(saved, current)
+    if differences:
+        raise ConfigError(
+            f"run folder {run} holds a run of another configuration (saved -> now):\n  "
+            + "\n  ".join(differences)
+            + "\nexpected the same values; or choose another run_name, or checkpoint.resume=never to start over"
+        )
+
+
+def refuse_other_corpus(meta: Mapping[str, Any], hashes: Mapping[str, str], run: Path) -> None:
+    """Refuse to continue a run on other text or with another tokenizer than it began with.
+
+    Raises:
+        ConfigError: naming the part that differs.
+    """
+    for part, expected in meta["corpus"].items():
+        if hashes[part] != expected:
+            raise ConfigError(
+                f"run folder {run}: the prepared data is not what the run began with ({part}: sha256 "
+                f"{hashes[part][:12]}, expected {expected[:12]}); choose another run_name to train on it"
+            )
