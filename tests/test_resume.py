@@ -1,0 +1,232 @@
+"""A run that is killed or stopped and resumed ends bit for bit where the undisturbed run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Train
+from safetensors.torch import load_file
+
+from sharebert.checkpoint import list_checkpoints, load_training_state, read_meta
+from sharebert.launch import EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
+from sharebert.trainer import Trainer
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of the program's own clean-up may be needed."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Die in the middle of the update after `step`."""
+    original = Trainer._apply_update
+
+    def apply_update(self: Trainer) -> bool:
+        if self.counters.step == step:
+            raise Killed
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "_apply_update", apply_update)
+
+
+def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGUSR2) -> None:
+    """Receive a stop signal during the update after `step`."""
+    original = Trainer._apply_update
+
+    def apply_update(self: Trainer) -> bool:
+        if self.counters.step == step:
+            os.kill(os.getpid(), number)
+        return original(self)
+
+    monkeypatch.setattr(Trainer, "_apply_update", apply_update)
+
+
+def final_state(run: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint: weights and optimizer state."""
+    path = list_checkpoints(run / "checkpoints")[-1].path
+    tensors = load_file(path / "model.safetensors")
+    for name, values in load_training_state(path)["optimizer"].items():
+        tensors.update({f"{name}/{key}": value for key, value in values.items()})
+    return tensors
+
+
+def assert_equal_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different
+
+
+# Unsharing is at update 6, so the last shared step is 5; an epoch is about 90 updates of 8 sequences.
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("killed_at", [[3], [5], [6], [9], [4, 8]])
+def test_a_killed_run_resumes_bit_for_bit(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: list[int], workers: int
+) -> None:
+    options = ["checkpoint.every_steps=2", f"engine.num_workers={workers}", "engine.micro_batch_size=4"]
+    assert train("run_name=straight", *options) == EXIT_FINISHED
+    for step in killed_at:
+        with monkeypatch.context() as patch:
+            kill_at(patch, step)
+            with pytest.raises(Killed):
+                train("run_name=killed", *options)
+    assert train("run_name=killed", *options) == EXIT_FINISHED
+    outputs = tmp_path / "outputs"
+    assert_equal_bits(final_state(outputs / "straight"), final_state(outputs / "killed"))
+    figures = [
+        [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in map(json.loads, lines)]
+        for lines in ((outputs / name / "metrics.jsonl").read_text().splitlines() for name in ("straight", "killed"))
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_resuming_across_an_epoch_is_bit_for_bit(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["global_batch_size=128", "checkpoint.every_steps=3", "evaluation.every_steps=null"]
+    train("run_name=straight", *options)  # 12 x 128 sequences: two epochs of about 700
+    kill_at(monkeypatch, 7)
+    with pytest.raises(Killed):
+        train("run_name=killed", *options)
+    monkeypatch.undo()
+    assert train("run_name=killed", *options) == EXIT_FINISHED
+    assert_equal_bits(final_state(tmp_path / "outputs/straight"), final_state(tmp_path / "outputs/killed"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_stop_signal_finishes_the_update_saves_and_exits_75(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    run = tmp_path / "outputs/stopped"
+    with monkeypatch.context() as patch:
+        signal_at(patch, 4, number)
+        assert train("run_name=stopped") == EXIT_STOPPED
+    status = json.loads((run / "status.json").read_text())
+    assert status == {"state": "stopped", "step": 5, "reason": signal.Signals(number).name}
+    assert read_meta(run / "checkpoints/step-00000005-shared")["before_unsharing"]
+    assert train("run_name=stopped") == EXIT_FINISHED
+    train("run_name=straight")
+    assert_equal_bits(final_state(tmp_path / "outputs/straight"), final_state(run))
+
+
+def test_a_stop_during_a_long_update_keeps_the_last_completed_one(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharebert.trainer.LONG_UPDATE_SECONDS", 0.0)
+    seen = []
+    original = Trainer._gradients_travel
+
+    def travel(self: Trainer, last: bool) -> object:
+        seen.append(self.counters.step)
+        if seen.count(3) == 2:  # the second micro-batch of update 4
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_gradients_travel", travel)
+        assert train("run_name=stopped", "engine.micro_batch_size=2") == EXIT_STOPPED
+    assert seen.count(3) == 2
+    assert json.loads((tmp_path / "outputs/stopped/status.json").read_text())["step"] == 3
+    assert train("run_name=stopped", "engine.micro_batch_size=2") == EXIT_FINISHED
+    train("run_name=straight", "engine.micro_batch_size=2")
+    assert_equal_bits(final_state(tmp_path / "outputs/straight"), final_state(tmp_path / "outputs/stopped"))
+
+
+def test_a_finished_run_says_so_and_does_nothing(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("run_name=done")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert train("run_name=done") == EXIT_FINISHED
+    assert "is finished (12 updates): nothing to do" in capsys.readouterr().err
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "outputs").rglob("*") if path.is_file()}
+    assert {path: time for path, time in after.items() if path.name != ".lock"} == {
+        path: time for path, time in before.items() if path.name != ".lock"
+    }
+
+
+def test_another_configuration_is_refused_with_the_differing_keys(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("run_name=a", "checkpoint.every_steps=2", "max_steps=4", "unshare.step=2")
+    changed = ["max_steps=4", "unshare.step=3", "optim.lr=0.5", "checkpoint.every_steps=1", "engine.micro_batch_size=2"]
+    assert train("run_name=a", *changed) == EXIT_USAGE
+    message = capsys.readouterr().err
+    assert "optim.lr: 0.001 -> 0.5" in message
+    assert "unshare.step: 2 -> 3" in message
+    assert "checkpoint" not in message.split("another configuration")[1].split("expected the same")[0]
+    assert "micro_batch_size" not in message
+
+
+def test_settings_that_change_no_number_may_differ_on_resume(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        signal_at(patch, 4)
+        assert train("run_name=a") == EXIT_STOPPED
+    different = ["engine.micro_batch_size=2", "engine.num_workers=1", "checkpoint.keep_last=5", "logging.every_steps=1"]
+    assert train("run_name=a", *different) == EXIT_FINISHED
+
+
+def test_changed_text_is_refused(
+    train: Train, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy.txt"
+    copy.write_text(text_file.read_text())
+    options = ["run_name=a", f"data.files=[{copy}]"]
+    train(*options)
+    (tmp_path / "outputs/a/status.json").unlink()
+    copy.write_text(text_file.read_text() + "\nOne more story about nothing at all.\n")
+    assert train(*options) == EXIT_USAGE
+    assert "the prepared data is not what the run began with" in capsys.readouterr().err
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["run_name=a", "checkpoint.every_steps=2"]
+    with monkeypatch.context() as patch:
+        signal_at(patch, 7)
+        train(*options)
+    newest = tmp_path / "outputs/a/checkpoints/step-00000008-unshared"
+    data = bytearray((newest / "model.safetensors").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "model.safetensors").write_bytes(data)
+    capsys.readouterr()
+    assert train(*options) == EXIT_FINISHED
+    shown = capsys.readouterr().err
+    assert "step-00000008-unshared is damaged" in shown
+    assert "goes on from" in shown
+    assert "step-00000006-unshared at step 6" in shown
+    train("run_name=straight", "checkpoint.every_steps=2")
+    assert_equal_bits(final_state(tmp_path / "outputs/straight"), final_state(tmp_path / "outputs/a"))
+
+
+def test_resume_never_starts_over_and_keeps_the_old_run(train: Train, tmp_path: Path) -> None:
+    train("run_name=a")
+    assert train("run_name=a", "checkpoint.resume=never", "optim.lr=0.01") == EXIT_FINISHED
+    assert (tmp_path / "outputs/a.replaced-1/checkpoints/step-00000012-unshared").is_dir()
+    config = read_meta(tmp_path / "outputs/a/checkpoints/step-00000012-unshared")["config"]
+    assert config["optim"]["lr"] == 0.01
+
+
+def test_resume_from_a_path_goes_on_from_there_in_another_folder(train: Train, tmp_path: Path) -> None:
+    train("run_name=a")
+    start = tmp_path / "outputs/a/checkpoints/step-00000005-shared"
+    assert train("run_name=b", f"checkpoint.resume={start}") == EXIT_FINISHED
+    assert_equal_bits(final_state(tmp_path / "outputs/a"), final_state(tmp_path / "outputs/b"))
+    assert train("run_name=c", "checkpoint.resume=/nowhere") == EXIT_USAGE
+
+
+def test_two_processes_cannot_run_in_one_folder(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sharebert.run_folder import RunFolder
+
+    other = RunFolder(tmp_path / "outputs/a")
+    other.open(replace=False)
+    try:
+        assert train("run_name=a") == EXIT_USAGE
+    finally:
+        other.close()
+    assert "another process is running in it" in capsys.readouterr().err
