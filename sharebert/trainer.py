@@ -95,13 +95,14 @@ class Trainer:
         self._update_seconds = 0.0
         self._unshared_at = 0
         self._probe = UpdateProbe()
+        self._watch, self._clock_mark = Stopwatch(), 0.0
+        self._row_begin, self._row_updates = 0.0, 0
         self._take_stock()
 
     # ------------------------------------------------------------------ the loop
 
     def fit(self, windows: Iterable[Window]) -> bool:
         """Train to `max_steps`; returns whether it got there (False: a stop was asked for, and saved)."""
-        self._watch, self._row_begin, self._row_updates, self._clock_mark = Stopwatch(), 0.0, 0, 0.0
         goes_on = self._evaluate_when_due()
         for window in windows if goes_on else ():
             self.maybe_unshare()

@@ -1,0 +1,181 @@
+"""The loop: order at boundaries, what disturbs nothing, and what stops it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine import build_trainer, small_config, windows
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sharebert.config import TrainConfig
+from sharebert.trainer import MAX_CONSECUTIVE_SKIPS, NonFiniteError, Trainer
+
+
+def trained(config: TrainConfig, folder: Path) -> tuple[Trainer, Any]:
+    trainer, rows = build_trainer(config, folder)
+    assert trainer.fit(windows(config, folder))
+    return trainer, rows
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters(remove_duplicate=False)}
+
+
+def assert_same_bits(first: Trainer, second: Trainer) -> None:
+    ours, theirs = weights(first), weights(second)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_evaluations_logs_and_saves_change_nothing(tmp_path: Path) -> None:
+    dropout = {"dropout": 0.2, "attention_dropout": 0.2}
+    quiet = small_config(model=dropout, logging={"every_steps": 100})
+    busy = small_config(
+        model=dropout, evaluation={"every_steps": 1}, checkpoint={"every_steps": 1}, logging={"every_steps": 1}
+    )
+    assert_same_bits(trained(quiet, tmp_path)[0], trained(busy, tmp_path)[0])
+
+
+def test_dropout_does_not_repeat_between_updates_or_micro_batches(tmp_path: Path) -> None:
+    def losses(**engine: int) -> list[float]:
+        config = small_config(model={"dropout": 0.5}, unshare={"step": 1}, engine=engine, max_steps=2)
+        return trained(config, tmp_path)[1].series("train/loss")
+
+    assert losses(micro_batch_size=8) != losses(micro_batch_size=4)
+    assert losses(micro_batch_size=8) == losses(micro_batch_size=8)
+
+
+def test_accumulation_gives_the_update_of_the_whole_batch(tmp_path: Path) -> None:
+    whole, _ = trained(small_config(engine={"micro_batch_size": 8}), tmp_path)
+    parts, _ = trained(small_config(engine={"micro_batch_size": 2}), tmp_path)
+    for name, weight in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], weight, rtol=0.0, atol=2e-5)
+
+
+def test_a_checkpoint_is_saved_before_unsharing_at_intervals_and_at_the_end(tmp_path: Path) -> None:
+    config = small_config(checkpoint={"every_steps": 4})
+    trainer, _ = build_trainer(config, tmp_path)
+    saved = []
+    trainer.save = lambda before_unsharing: saved.append(
+        (trainer.counters.step, trainer.sharing.phase, before_unsharing)
+    )
+    trainer.fit(windows(config, tmp_path))
+    expected = [(4, "shared", False), (5, "shared", True), (8, "unshared", False), (12, "unshared", False)]
+    assert saved == expected
+
+
+def test_rows_have_the_promised_names_and_an_extra_one_on_each_side_of_unsharing(tmp_path: Path) -> None:
+    config = small_config(logging={"every_steps": 4}, evaluation={"every_steps": 10})
+    _, rows = trained(config, tmp_path)
+    training = [row for row in rows.rows if "train/loss" in row]
+    assert [row["step"] for row in training] == [4, 5, 6, 8, 12]
+    assert [row["share/phase"] for row in training] == ["shared", "shared", "unshared", "unshared", "unshared"]
+    names = "train/loss train/lr train/grad_norm train/skipped_updates perf/tokens_per_second perf/mfu share/phase"
+    names += " share/unique_parameters share/update_to_weight"
+    assert set(names.split()) <= training[0].keys()
+    evaluations = [row for row in rows.rows if "eval/loss" in row]
+    assert [row["step"] for row in evaluations] == [0, 10, 12]
+    assert {"eval/accuracy", "eval/perplexity", "eval/unigram_loss", "eval/unigram_accuracy"} <= evaluations[0].keys()
+
+
+def test_the_update_to_weight_ratio_is_that_of_the_update(tmp_path: Path) -> None:
+    config = small_config(model={"num_layers": 2}, optim={"name": "sgd", "lr": 1e-2, "clip_norm": None})
+    trainer, rows = build_trainer(config, tmp_path)
+    layer = trainer.model.encoder.layers[0]
+    before = {name: p.detach().clone() for name, p in layer.named_parameters()}
+    window = next(windows(config, tmp_path))
+    trainer.train_step(window)
+    trainer._log()
+    moved = sum((p.detach() - before[name]).square().sum() for name, p in layer.named_parameters()) ** 0.5
+    size = sum(p.detach().square().sum() for p in layer.parameters()) ** 0.5
+    assert rows.series("share/update_to_weight") == pytest.approx([float(moved / size)], rel=1e-5)
+
+
+def test_the_loss_falls(tmp_path: Path) -> None:
+    config = small_config(max_steps=60, unshare={"step": 20}, logging={"every_steps": 10})
+    rows = trained(config, tmp_path)[1]
+    assert rows.series("train/loss")[-1] < rows.series("train/loss")[0] - 0.1
+    assert rows.series("eval/loss")[-1] < rows.series("eval/loss")[0] - 0.1
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_before_anything_is_saved(tmp_path: Path) -> None:
+    config = small_config(logging={"every_steps": 100}, checkpoint={"every_steps": 4})
+    trainer, _ = build_trainer(config, tmp_path)
+    saved = []
+    trainer.save = lambda before_unsharing: saved.append(trainer.counters.step)
+
+    def poisoned() -> Any:
+        for update, window in enumerate(windows(config, tmp_path), start=1):
+            if update == 7:
+                with torch.no_grad():
+                    trainer.model.head.bias[5] = float("nan")
+            yield window
+
+    with pytest.raises(NonFiniteError, match=r"update 7: .*not a finite number.*lower optim\.lr"):
+        trainer.fit(poisoned())
+    assert saved == [4, 5]
+
+
+def test_fp16_updates_that_overflow_are_tried_again_and_counted(tmp_path: Path) -> None:
+    config = small_config(engine={"precision": "fp16"}, max_steps=4, unshare={"step": 3})
+    trainer, rows = build_trainer(config, tmp_path)
+    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**40})
+    trainer._loss_scale = trainer.scaler.get_scale()
+    assert trainer.fit(windows(config, tmp_path))
+    assert trainer.counters.step == 4
+    assert trainer.counters.skipped_updates > 5
+    assert all(loss < 20 for loss in rows.series("train/loss"))
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_fp16_that_never_fits_gives_up(tmp_path: Path) -> None:
+    config = small_config(engine={"precision": "fp16"}, max_steps=4, unshare={"step": 3})
+    trainer, _ = build_trainer(config, tmp_path)
+    with torch.no_grad():
+        trainer.model.head.bias[5] = float("inf")
+    with pytest.raises(NonFiniteError, match=f"{MAX_CONSECUTIVE_SKIPS} fp16 tries in a row"):
+        trainer.fit(windows(config, tmp_path))
+
+
+class ReadsOfTheDevice(TorchDispatchMode):
+    """Counts what would make a host wait for a CUDA device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", ["fixed", "never"])
+def test_an_update_reads_nothing_back_from_the_device(tmp_path: Path, policy: str) -> None:
+    config = small_config(logging={"every_steps": 3}, unshare={"policy": policy})
+    trainer, _ = build_trainer(config, tmp_path)
+    all_windows = list(windows(config, tmp_path))
+    trainer.train_step(all_windows[0])
+    with ReadsOfTheDevice() as reads:
+        trainer.train_step(all_windows[1])
+        trainer._cross_boundary()
+    assert reads.count == 0
+    with ReadsOfTheDevice() as reads:
+        trainer.train_step(all_windows[2])
+        trainer._cross_boundary()
+    assert reads.count > 0  # the third is a row of figures: the mode sees what it should
+
+
+def test_an_evaluation_that_is_stopped_is_done_after_the_resume(tmp_path: Path) -> None:
+    config = small_config(evaluation={"every_steps": 4})
+    trainer, rows = build_trainer(config, tmp_path)
+    original = trainer.evaluator.evaluate
+    trainer.evaluator.evaluate = lambda model, should_stop: (  # type: ignore[method-assign]
+        None if trainer.counters.step == 4 else original(model, should_stop)
+    )
+    assert not trainer.fit(windows(config, tmp_path))
+    assert trainer.counters.step == 4
+    trainer.evaluator.evaluate = original  # type: ignore[method-assign]
+    assert trainer.fit(windows(config, tmp_path, first_update=4))
+    assert [row["step"] for row in rows.rows if "eval/loss" in row] == [0, 4, 8, 12]
