@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -155,7 +156,7 @@ class CheckpointFolder:
             temporary.rename(target)
             _sync(self.path)
             self._point_latest_to(name)
-        except (OSError, RuntimeError) as error:  # torch.save and safetensors raise RuntimeError on a full disk
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"{target}: could not be written ({error}); older checkpoints are intact") from error
         self._delete_old()

@@ -173,7 +173,8 @@ def _fit(trainer: Trainer, windows: Any, run: RunFolder, stop: StopSignals) -> i
         is_finished = trainer.fit(windows)
     except BaseException as error:
         if is_first:
-            run.write_status("failed", counters.step, f"{type(error).__name__}: {error}")
+            with contextlib.suppress(OSError):  # on a full disk the first error is the one to hear of
+                run.write_status("failed", counters.step, f"{type(error).__name__}: {error}")
         raise
     if is_first:
         outcome, reason = ("finished", "") if is_finished else ("stopped", stop.received or "asked on another rank")

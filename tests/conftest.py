@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from sharebert import pretrain as pretrain_module
 from sharebert.cli import main
@@ -15,6 +16,9 @@ SUBJECTS = ["the farmer", "a quiet child", "our neighbour", "the old captain", "
 VERBS = ["watches", "remembers", "paints", "follows", "repairs", "forgets"]
 OBJECTS = ["the river", "a wooden boat", "the long road", "seven yellow birds", "an empty house", "the morning train"]
 ENDINGS = ["in the rain", "before breakfast", "without a word", "every winter", "near the harbour", "after the war"]
+
+# Tiny tensors gain nothing from threads, which only wait for each other, for long on a busy machine.
+torch.set_num_threads(1)
 
 
 def invented_text(num_documents: int, seed: int = 0) -> str:

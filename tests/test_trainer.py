@@ -94,10 +94,10 @@ def test_the_update_to_weight_ratio_is_that_of_the_update(tmp_path: Path) -> Non
 
 
 def test_the_loss_falls(tmp_path: Path) -> None:
-    config = small_config(max_steps=60, unshare={"step": 20}, logging={"every_steps": 10})
+    config = small_config(max_steps=150, unshare={"step": 20}, logging={"every_steps": 10})
     rows = trained(config, tmp_path)[1]
-    assert rows.series("train/loss")[-1] < rows.series("train/loss")[0] - 0.1
-    assert rows.series("eval/loss")[-1] < rows.series("eval/loss")[0] - 0.1
+    assert rows.series("train/loss")[-1] < rows.series("train/loss")[0] - 0.05
+    assert rows.series("eval/loss")[-1] < rows.series("eval/loss")[0] - 0.05
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_before_anything_is_saved(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""What README.md says is so: its commands run, its files, settings, experiments and figures exist."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from sharebert import cli
+from sharebert.cli import main
+from sharebert.config import TrainConfig, flatten, from_dict, to_dict
+from sharebert.launch import EXIT_FINISHED
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+SPANS = re.findall(r"`([^`\n]+)`", PROSE)
+LONG_RUN = 200
+"""Updates above which a command is shortened; smaller numbers run as they stand."""
+
+MADE_BY_A_RUN = {"config.yaml", "status.json", "metrics.jsonl", "curves.png", "log.txt", "checkpoints/"}
+OF_THE_USER = {"tokenizer.json", "vocab.txt", ".txt", ".jsonl", ".parquet"}
+
+
+def fenced(language: str) -> list[str]:
+    """The code blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Every command of every bash block, as words."""
+    lines = "".join(fenced("bash")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def shrink(values: dict[str, Any], small_run: list[str]) -> dict[str, Any]:
+    """A composed configuration at a tiny size; what is small already, and text of the user's own, stays."""
+    tiny = OmegaConf.to_container(
+        OmegaConf.from_dotlist([option for option in small_run if option != "data=text_files"])
+    )
+    assert isinstance(tiny, dict)
+    if values["data"]["source"] == "text_files":
+        del tiny["data"]["files"]
+    tiny["data"]["source"] = "text_files"
+    if values["max_steps"] <= LONG_RUN:
+        del tiny["max_steps"], tiny["unshare"]
+    merged = OmegaConf.to_container(OmegaConf.merge(values, tiny))
+    assert isinstance(merged, dict)
+    return merged  # type: ignore[return-value]
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path, text_file: Path, small_run: list[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a corpus, as the commands expect it, where whatever they compose runs at a tiny size."""
+    (tmp_path / "corpus").mkdir()
+    shutil.copy(text_file, tmp_path / "corpus")
+    documents = text_file.read_text().split("\n\n")
+    with gzip.open(tmp_path / "corpus/stories.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"text": document}) + "\n" for document in documents)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sharebert.pretrain.measure_matmul_peak", lambda device, dtype: 1e12)
+    monkeypatch.setattr(cli, "from_dict", lambda kind, values: from_dict(kind, shrink(values, small_run)))
+    return tmp_path
+
+
+def test_every_command_runs(user_folder: Path) -> None:
+    """In the order of the page, in this process."""
+    makefile = (ROOT / "Makefile").read_text()
+    for words in commands():
+        program, *arguments = words
+        if program == "make":
+            assert re.search(rf"^{arguments[0]}:.* ## ", makefile, re.MULTILINE), f"no target: {shlex.join(words)}"
+            if arguments == ["demo"]:  # what the target runs is checked below
+                assert main(["train", "+experiment=demo"]) == EXIT_FINISHED
+        elif program == "torchrun":
+            from torch.distributed.run import get_args_parser
+
+            options = get_args_parser().parse_args(arguments)
+            assert (options.module, options.training_script) == (True, "sharebert")
+            assert main([*options.training_script_args, "--cfg", "job"]) == EXIT_FINISHED, shlex.join(words)
+        else:
+            assert program == "sharebert", f"neither make, torchrun nor sharebert: {shlex.join(words)}"
+            assert main(arguments) == EXIT_FINISHED, shlex.join(words)
+    check_what_the_runs_left(user_folder)
+
+
+def check_what_the_runs_left(folder: Path) -> None:
+    """The files, folders and figures that the page promises."""
+    run = folder / "outputs/demo"
+    assert {name for name in MADE_BY_A_RUN if not (run / name).exists()} == set()
+    promised = [span for span in SPANS if span.startswith("outputs/") and "<" not in span]
+    assert len(promised) >= 3
+    assert [name for name in promised if not (folder / name).exists()] == []
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    written = {name for row in rows for name in row} - {"step"}
+    assert set(re.findall(r"`((?:train|eval|perf|share)/\w+)`", README)) == written
+    assert {path.name for path in folder.iterdir()} == {"corpus", "outputs"}
+
+
+def test_make_demo_runs_the_experiment_of_that_name() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^demo:.*\n\t\S*sharebert train \+experiment=demo$", makefile, re.MULTILINE)
+
+
+def test_set_up_takes_two_commands() -> None:
+    assert [words for words in commands() if words[0] == "make"] == [["make", "demo"], ["make", "test"]]
+
+
+def test_every_file_that_is_named_exists() -> None:
+    is_path = re.compile(r"[\w.-]*(/[\w.-]+)*(/|\.(py|yaml|toml|md|cff|txt|json|jsonl|png))")
+    names = {span for span in SPANS if is_path.fullmatch(span) or span in ("LICENSE", "Makefile")}
+    assert len(names) > 15
+    missing = {name for name in names - MADE_BY_A_RUN - OF_THE_USER if not (ROOT / name).exists()}
+    assert {name for name in missing if not name.startswith("outputs/")} == set()
+
+
+def test_every_setting_that_is_named_exists() -> None:
+    settings = flatten(to_dict(TrainConfig()))
+    known = {*settings, *(path.name for path in (ROOT / "conf").iterdir() if path.is_dir())}
+    groups = {key.split(".")[0] for key in settings if "." in key}
+    named = {span.split("=")[0] for span in SPANS if re.fullmatch(r"[a-z_]+(\.\w+)*=\S*|(\w+)\.\w+", span)}
+    named = {name for name in named if "." not in name or name.split(".")[0] in groups}
+    named = {name for name in named if not (ROOT / name).exists() and name not in MADE_BY_A_RUN}
+    assert len(named) >= 6
+    assert named - known == set()
+
+
+def test_the_table_of_experiments_is_complete() -> None:
+    table = README.split("## Experiments", 1)[1].split("## ", 1)[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
+    assert set(re.findall(r"\+experiment=(\w+)", README)) <= set(listed)
+
+
+def test_the_explained_experiment_says_what_the_file_says() -> None:
+    (block,) = fenced("yaml")
+    shown, file = OmegaConf.create(block), OmegaConf.load(ROOT / "conf/experiment/bert_base_half.yaml")
+    assert block.startswith("# @package _global_\n")
+    assert {key: file[key] for key in shown} == {key: shown[key] for key in shown}
+
+
+def test_every_verb_is_shown_and_every_shown_verb_exists() -> None:
+    verbs = {words[1] for words in commands() if words[0] == "sharebert"}
+    verbs |= set(re.findall(r"`sharebert (\w+)", PROSE))
+    assert verbs == {*cli.HYDRA_VERBS, *cli.PLAIN_VERBS}
