@@ -28,6 +28,12 @@ HYDRA_VERBS = ("train", "prepare")
 PLAIN_VERBS = ("evaluate", "inspect")
 MAX_FOLDER_LENGTH = 120
 
+NON_FINITE_ADVICE = (
+    "Nothing was saved after it, so the same command goes on from the checkpoint before (see checkpoints/latest). "
+    "Try a lower optim.lr, more optim.warmup_steps, optim.clip_norm, engine.precision=bf16 or fp32; "
+    "debug.detect_anomaly=true names the operation that made it"
+)
+
 USAGE = f"""\
 sharebert {sharebert.__version__}: pretrain BERT by sharing one set of weights across all layers, then unsharing.
 
@@ -180,7 +186,11 @@ def _explain(error: BaseException) -> str:
         keys = configuration.flatten(configuration.to_dict(TrainConfig()))
         groups = [key.split(".")[0] for key in keys if "." in key]
         return f"{key}: no such key{near_match(key, [*keys, *groups])}"
-    missing = re.search(r"Could not find '([^']+)'.*Available options in '([^']+)':\s*(.*?)(?:\n\n|Config search path|$)", text, re.DOTALL)
+    missing = re.search(
+        r"Could not find '([^']+)'.*Available options in '([^']+)':\s*(.*?)(?:\n\n|Config search path|$)",
+        text,
+        re.DOTALL,
+    )
     if missing:
         options = missing[3].split()
         wrong = missing[1].rsplit("/", 1)[-1]
@@ -205,9 +215,11 @@ def _report(error: Exception) -> None:
     from sharebert.checkpoint import CheckpointError  # imports torch, which whoever failed here has done
     from sharebert.data.format import DataError
     from sharebert.distributed import RankZeroError, is_lost_peer
-    from sharebert.trainer import NonFiniteError
+    from sharebert.update import NonFiniteError
 
-    if isinstance(error, (CheckpointError, DataError, NonFiniteError)):
+    if isinstance(error, NonFiniteError):
+        logger.error("%s. %s", error, NON_FINITE_ADVICE)
+    elif isinstance(error, (CheckpointError, DataError)):
         logger.error("%s", error)
     elif isinstance(error, RankZeroError) or is_lost_peer(error):
         logger.error("lost the other ranks; the job's first error says why (%s)", str(error).split("\n")[0])

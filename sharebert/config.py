@@ -108,7 +108,7 @@ class DataConfig:
     """Column or JSON key that holds the text."""
     seq_len: int = 64
     """Tokens in a sequence, [CLS] and [SEP] included."""
-    vocab_size: int = 2048
+    vocab_size: int = 1024
     """Size of the WordPiece vocabulary trained when `tokenizer` is not given."""
     lowercase: bool = True
     """Lowercase text and strip accents, as the uncased BERT does; for a trained or a vocab.txt tokenizer."""
@@ -154,7 +154,7 @@ class MaskingConfig:
         _check(total <= 1.0 + 1e-9, "masking.mask_share + masking.random_share", total, "at most 1")
 
 
-POLICIES = ("fixed", "never", "always")
+POLICIES = ("fixed", "adaptive", "multi_step", "never", "always")
 
 
 @dataclass(frozen=True)
@@ -162,13 +162,25 @@ class UnshareConfig:
     """When, and from what, the layers stop sharing weights."""
 
     policy: str = "fixed"
-    """`fixed` (share, unshare at update `step`), `never` share (an ordinary BERT), `always` share (as ALBERT)."""
+    """`fixed` (unshare at update `step`), `adaptive` (when the layers' gradients stop agreeing), `multi_step` (group by
+    group, likewise), `never` share (an ordinary BERT), `always` share (as ALBERT)."""
     step: Optional[int] = None
     """For `fixed`: the first unshared update, tau; tau - 1 updates are shared. Wins over `fraction`."""
     fraction: float = 0.1
     """For `fixed` without `step`: tau as a share of max_steps, rounded, at least 1 (the paper: 50k of 500k)."""
     unit_layers: int = 1
     """Layers with weights of their own in a sharing unit: A of the paper's A x B; must divide num_layers."""
+    check_every: Optional[int] = None
+    """Updates between two checks of the correlation of adjacent units' gradients. `adaptive` and `multi_step` decide
+    by them (the paper: 1,000); under the other policies they are a diagnostic. null: no checks."""
+    threshold: float = 0.5
+    """A correlation below this speaks for unsharing, rho; a cosine between -1 and 1."""
+    patience: int = 3
+    """Checks in a row that have to speak for unsharing."""
+    earliest_step: int = 0
+    """Checks in updates before this one do not count."""
+    latest_step: Optional[int] = None
+    """For `adaptive` and `multi_step`: from this update on nothing shares, whatever the correlations; null: never."""
     optimizer_state: str = "copy"
     """At unsharing each layer's optimizer state is a `copy` of the shared one (the literal algorithm), or `reset`."""
     initial: str = "independent"
@@ -178,8 +190,15 @@ class UnshareConfig:
         _check_choice("unshare.policy", self.policy, POLICIES)
         _check_choice("unshare.optimizer_state", self.optimizer_state, ("copy", "reset"))
         _check_choice("unshare.initial", self.initial, ("independent", "same"))
-        _check_positive("unshare.", self, "step", "unit_layers")
+        _check_positive("unshare.", self, "step", "unit_layers", "check_every", "patience", "latest_step")
         _check_fraction("unshare.", self, "fraction")
+        _check(-1.0 < self.threshold < 1.0, "unshare.threshold", self.threshold, "a number between -1 and 1")
+        _check(self.earliest_step >= 0, "unshare.earliest_step", self.earliest_step, "a number of at least 0")
+        latest, expected = self.latest_step, f"at least unshare.earliest_step={self.earliest_step}, or null"
+        _check(latest is None or latest >= self.earliest_step, "unshare.latest_step", latest, expected)
+        if self.policy in ("adaptive", "multi_step"):
+            expected = f"a number of updates with unshare.policy={self.policy}"
+            _check(self.check_every is not None, "unshare.check_every", self.check_every, expected)
 
 
 @dataclass(frozen=True)
@@ -316,7 +335,7 @@ class TrainConfig:
     """Folder that holds the run folders."""
     seed: int = 1
     """Seed of initial weights, data order, masks and dropout."""
-    max_steps: int = 1200
+    max_steps: int = 800
     """Updates in the run, T."""
     global_batch_size: int = 64
     """Sequences in an update, over all processes and micro-batches."""
@@ -342,6 +361,9 @@ class TrainConfig:
         layers, unit_layers = self.model.num_layers, self.unshare.unit_layers
         expected = f"a divisor of model.num_layers={layers}"
         _check(layers % unit_layers == 0, "unshare.unit_layers", unit_layers, expected)
+        if self.unshare.policy in ("adaptive", "multi_step"):
+            expected = f"at least two units to compare with unshare.policy={self.unshare.policy}"
+            _check(layers > unit_layers, "model.num_layers / unshare.unit_layers", layers // unit_layers, expected)
         if self.unshare.policy == "fixed":
             step, expected = self.unshare.step, f"at most max_steps={self.max_steps}"
             _check(step is None or step <= self.max_steps, "unshare.step", step, expected)

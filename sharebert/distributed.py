@@ -73,6 +73,14 @@ def max_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def mean_over_ranks(tensors: list[Tensor]) -> None:
+    """Mean of each of `tensors` over the ranks, in place, as DDP does it."""
+    if world_size() > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+        torch._foreach_div_(tensors, world_size())
+
+
 def on_rank_zero(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 and hand its (small, picklable) result to every rank, outside the step.
 

@@ -147,12 +147,12 @@ class Progress:
         if self._bar is not None:
             self._bar.update()
 
-    def show(self, step: int, values: Values) -> None:
-        """Show a row of training figures."""
+    def show(self, step: int, values: Values, note: str = "") -> None:
+        """Show a row of training figures, and a note after it."""
         if not self._enabled:
             return
         rate = f"{values['perf/tokens_per_second']:,.0f} tokens/s"
-        text = f"{values['share/phase']}  loss {values['train/loss']:.3f}  {rate}"
+        text = f"{values['share/phase']}  loss {values['train/loss']:.3f}  {rate}{note and '  ' + note}"
         if self._bar is not None:
             self._bar.set_postfix_str(text)
             return

@@ -14,11 +14,26 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 Groups = tuple[tuple[int, int], ...]
+
+
+class Slot(NamedTuple):
+    """A place in a module that holds a Parameter."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The Parameter that is there now."""
+        parameter = self.module._parameters[self.name]
+        assert parameter is not None
+        return parameter
 
 
 def one_group(num_units: int) -> Groups:
@@ -71,16 +86,12 @@ class SharedLayers:
         """
         _check_groups(groups, len(self.units))
         for first, stop in groups:
-            leaders = self._unit_slots(first)
-            followers = [self._unit_slots(unit) for unit in range(first + 1, stop)]
-            for index, (module, name) in enumerate(leaders):
-                leader = module._parameters[name]
-                if leader is None or not followers:
-                    continue
-                _set_to_mean(leader, [_parameter(slots[index]) for slots in followers])
-                for slots in followers:
-                    follower_module, follower_name = slots[index]
-                    follower_module._parameters[follower_name] = leader
+            leaders = self.unit_slots(first)
+            followers = [self.unit_slots(unit) for unit in range(first + 1, stop)]
+            for leader, *others in zip(leaders, *followers, strict=True):
+                _set_to_mean(leader.parameter, [slot.parameter for slot in others])
+                for slot in others:
+                    slot.module._parameters[slot.name] = leader.parameter
         self.groups = groups
 
     def unshare(
@@ -117,13 +128,13 @@ class SharedLayers:
     def sample_parameters(self, num_groups: int) -> list[nn.Parameter]:
         """The Parameters of at most `num_groups` groups, evenly spaced, each once."""
         chosen = self.groups[:: -(-len(self.groups) // num_groups)]
-        return list(dict.fromkeys(_parameter(slot) for first, _ in chosen for slot in self._unit_slots(first)))
+        return list(dict.fromkeys(slot.parameter for first, _ in chosen for slot in self.unit_slots(first)))
 
     def copies(self) -> dict[nn.Parameter, int]:
         """For each Parameter of the layers, the number of units that hold it."""
         counts: dict[nn.Parameter, int] = {}
         for first, stop in self.groups:
-            counts.update((_parameter(slot), stop - first) for slot in self._unit_slots(first))
+            counts.update((slot.parameter, stop - first) for slot in self.unit_slots(first))
         return counts
 
     @torch.no_grad()
@@ -140,10 +151,10 @@ class SharedLayers:
         for size, gradients in by_size.items():
             torch._foreach_div_(gradients, size)
 
-    def _unit_slots(self, unit: int) -> list[tuple[nn.Module, str]]:
+    def unit_slots(self, unit: int) -> list[Slot]:
         """Every (module, parameter name) of a unit, in an order that is the same for all units."""
         return [
-            (module, name)
+            Slot(module, name)
             for layer in self.units[unit]
             for module in layer.modules()
             for name, parameter in module._parameters.items()
@@ -153,20 +164,13 @@ class SharedLayers:
     def _give_copies(self, first: int, stop: int, origins: dict[nn.Parameter, nn.Parameter]) -> None:
         copies: dict[nn.Parameter, nn.Parameter] = {}
         for unit in range(first, stop):
-            for module, name in self._unit_slots(unit):
-                original = _parameter((module, name))
+            for slot in self.unit_slots(unit):
+                original = slot.parameter
                 if original not in copies:
                     copies[original] = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
                 # Not setattr: compiled code guards on the attribute path, and hooks of the module stay.
-                module._parameters[name] = copies[original]
+                slot.module._parameters[slot.name] = copies[original]
         origins.update((new, old) for old, new in copies.items())
-
-
-def _parameter(slot: tuple[nn.Module, str]) -> nn.Parameter:
-    module, name = slot
-    parameter = module._parameters[name]
-    assert parameter is not None
-    return parameter
 
 
 @torch.no_grad()

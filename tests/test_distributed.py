@@ -75,7 +75,7 @@ def test_an_error_on_one_rank_ends_all_with_its_traceback_once(small_run: list[s
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
         "    import sharebert.trainer as trainer\n"
-        "    def fail(self, loss, seconds):\n"
+        "    def fail(self, update):\n"
         "        raise ZeroDivisionError('the reason')\n"
         "    trainer.Trainer._count = fail\n"
     )

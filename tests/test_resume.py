@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from sharebert.checkpoint import list_checkpoints, load_training_state, read_meta
 from sharebert.launch import EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
-from sharebert.trainer import Trainer
+from sharebert.update import Updater
 
 
 class Killed(BaseException):
@@ -23,26 +23,26 @@ class Killed(BaseException):
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Die in the middle of the update after `step`."""
-    original = Trainer._apply_update
+    original = Updater._apply
 
-    def apply_update(self: Trainer) -> bool:
-        if self.counters.step == step:
+    def apply(self: Updater, measures_ratio: bool) -> object:
+        if self.state.counters.step == step:
             raise Killed
-        return original(self)
+        return original(self, measures_ratio)
 
-    monkeypatch.setattr(Trainer, "_apply_update", apply_update)
+    monkeypatch.setattr(Updater, "_apply", apply)
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGUSR2) -> None:
     """Receive a stop signal during the update after `step`."""
-    original = Trainer._apply_update
+    original = Updater._apply
 
-    def apply_update(self: Trainer) -> bool:
-        if self.counters.step == step:
+    def apply(self: Updater, measures_ratio: bool) -> object:
+        if self.state.counters.step == step:
             os.kill(os.getpid(), number)
-        return original(self)
+        return original(self, measures_ratio)
 
-    monkeypatch.setattr(Trainer, "_apply_update", apply_update)
+    monkeypatch.setattr(Updater, "_apply", apply)
 
 
 def final_state(run: Path) -> dict[str, torch.Tensor]:
@@ -115,16 +115,16 @@ def test_a_stop_during_a_long_update_keeps_the_last_completed_one(
 ) -> None:
     monkeypatch.setattr("sharebert.trainer.LONG_UPDATE_SECONDS", 0.0)
     seen = []
-    original = Trainer._gradients_travel
+    original = Updater._reduction
 
-    def travel(self: Trainer, last: bool) -> object:
-        seen.append(self.counters.step)
+    def reduction(self: Updater, is_on: bool) -> object:
+        seen.append(self.state.counters.step)
         if seen.count(3) == 2:  # the second micro-batch of update 4
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, last)
+        return original(self, is_on)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_gradients_travel", travel)
+        patch.setattr(Updater, "_reduction", reduction)
         assert train("run_name=stopped", "engine.micro_batch_size=2") == EXIT_STOPPED
     assert seen.count(3) == 2
     assert json.loads((tmp_path / "outputs/stopped/status.json").read_text())["step"] == 3

@@ -119,7 +119,7 @@ def test_unsharing_leaves_the_loss_as_it_is_and_optimizer_and_model_agree(tmp_pa
     all_windows = list(windows(config, tmp_path))
     for window in all_windows[:5]:
         trainer.train_step(window)
-    model, optimizer = trainer.model, trainer.optimizer
+    model, optimizer = trainer.model, trainer.state.optimizer
     (batch,) = all_windows[5].micro_batches(8)
     with torch.no_grad():
         before = model(batch.input_ids, batch.positions, batch.attention_mask)

@@ -11,7 +11,8 @@ from engine import build_trainer, small_config, windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharebert.config import TrainConfig
-from sharebert.trainer import MAX_CONSECUTIVE_SKIPS, NonFiniteError, Trainer
+from sharebert.trainer import Trainer
+from sharebert.update import MAX_CONSECUTIVE_SKIPS, NonFiniteError
 
 
 def trained(config: TrainConfig, folder: Path) -> tuple[Trainer, Any]:
@@ -113,7 +114,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_anything_is_saved(tmp_
                     trainer.model.head.bias[5] = float("nan")
             yield window
 
-    with pytest.raises(NonFiniteError, match=r"update 7: .*not a finite number.*lower optim\.lr"):
+    with pytest.raises(NonFiniteError, match=r"update 7: .*not a finite number"):
         trainer.fit(poisoned())
     assert saved == [4, 5]
 
@@ -121,8 +122,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_anything_is_saved(tmp_
 def test_fp16_updates_that_overflow_are_tried_again_and_counted(tmp_path: Path) -> None:
     config = small_config(engine={"precision": "fp16"}, max_steps=4, unshare={"step": 3})
     trainer, rows = build_trainer(config, tmp_path)
-    trainer.scaler.load_state_dict({**trainer.scaler.state_dict(), "scale": 2.0**40})
-    trainer._loss_scale = trainer.scaler.get_scale()
+    scaler = trainer.state.scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**40})
+    trainer.updater._loss_scale = scaler.get_scale()
     assert trainer.fit(windows(config, tmp_path))
     assert trainer.counters.step == 4
     assert trainer.counters.skipped_updates > 5

@@ -39,10 +39,3 @@ def test_a_fraction_is_of_max_steps(fraction: float, step: int) -> None:
 
 def test_a_step_wins_over_a_fraction() -> None:
     assert resolve_unshare_step(small_config(unshare={"step": 7, "fraction": 0.1})) == 7
-
-
-def test_policies_without_a_state_refuse_one() -> None:
-    policy = build_policy(small_config())
-    policy.load_state_dict(policy.state_dict())
-    with pytest.raises(ValueError, match="expected none"):
-        policy.load_state_dict({"row": 3})
