@@ -5,6 +5,7 @@ torch is imported by the verbs, not here: a wrong key is refused in well under t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -12,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_up_logging(ranks.rank)
         if verb in HYDRA_VERBS:
             return _run_hydra(verb, rest, ranks)
-        return _run_plain(verb, rest)
+        return _guarded(verb, lambda: _run_plain(verb, rest))
     except ConfigError as error:
         print(f"sharebert {verb}: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except BrokenPipeError:  # as in `sharebert train --help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FINISHED
 
 
 def _run_plain(verb: str, arguments: list[str]) -> int:
@@ -134,23 +138,58 @@ def _compose_and_run(verb: str, arguments: list[str], run: Callable[[TrainConfig
         values["run_name"] = _run_name(values["run_name"], hydra_config.runtime.choices.get("experiment"))
         folder = Path(values["output_dir"]) / values["run_name"]
         if str(hydra_config.mode).endswith("MULTIRUN"):
-            folder /= job_folder(list(hydra_config.overrides.task))
+            folder /= job_folder(list(hydra_config.overrides.task), arguments)
             logger.info("job %d: %s", hydra_config.job.num, folder)
         statuses.append(_guarded(verb, lambda: run(from_dict(TrainConfig, values), folder)))
 
     shows_all = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    # Hydra prints errors of its own and leaves with status 1; asked for full errors it raises them, to be said better.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    before, sys.argv = sys.argv, [f"sharebert {verb}", *arguments]  # where Hydra reads its arguments
+    with _hydra_reads([f"sharebert {verb}", *_flags_first(arguments)]):
+        try:
+            hydra.main(config_path="pkg://sharebert.conf", config_name="train", version_base="1.3")(job)()
+        except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+            if shows_all:
+                raise
+            raise ConfigError(_explain(error)) from error
+    return max(statuses, default=EXIT_FINISHED)
+
+
+@contextlib.contextmanager
+def _hydra_reads(argv: list[str]) -> Iterator[None]:
+    """Let Hydra find its arguments in sys.argv, and raise its errors (it would print them and exit with status 1)."""
+    before, setting = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
     try:
-        hydra.main(config_path="pkg://sharebert.conf", config_name="train", version_base="1.3")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
-        if shows_all:
-            raise
-        raise ConfigError(_explain(error)) from error
+        yield
     finally:
         sys.argv = before
-    return max(statuses, default=EXIT_FINISHED)
+        if setting is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = setting
+
+
+def _flags_first(arguments: Sequence[str]) -> list[str]:
+    """Move flags before the settings: Hydra's parser refuses settings on both sides of a flag."""
+    takes_value = {
+        "--cfg",
+        "--config-dir",
+        "--config-name",
+        "--config-path",
+        "--package",
+        "-c",
+        "-cd",
+        "-cn",
+        "-cp",
+        "-p",
+    }
+    flags: list[str] = []
+    settings: list[str] = []
+    previous = ""
+    for argument in arguments:
+        is_value = previous in takes_value
+        (flags if argument.startswith("-") or is_value else settings).append(argument)
+        previous = argument
+    return flags + settings
 
 
 def _run_name(given: str | None, experiment: str | None) -> str:
@@ -158,18 +197,24 @@ def _run_name(given: str | None, experiment: str | None) -> str:
     return given or (experiment or "run").replace("/", "-")
 
 
-def job_folder(overrides: Sequence[str]) -> str:
+def job_folder(overrides: Sequence[str], arguments: Sequence[str] = ()) -> str:
     """Name of a sweep's job below its run folder, from the job's overrides: no shell has to quote it.
 
-    The same overrides give the same name whatever their order, so the same command finds its runs again.
+    The same overrides give the same name whatever their order, so the same command finds its runs again. What is
+    swept comes first: it has to stay readable where a long name is cut.
 
-    >>> job_folder(["unshare.step=50", "max_steps=150"])
-    'max_steps-150_unshare.step-50'
+    Args:
+        overrides: of this job.
+        arguments: of the whole sweep; an override that is not among them is swept.
+
+    >>> job_folder(["max_steps=150", "unshare.step=50"], ["max_steps=150", "unshare.step=50,100"])
+    'unshare.step-50_max_steps-150'
     """
-    named = sorted(item for item in overrides if not re.match(r"[+~]*(run_name|output_dir|experiment)\b", item))
-    if not named:
-        named = sorted(overrides)
-    text = "_".join(named).replace("=", "-")
+    is_named = any(override.startswith("run_name=") for override in overrides)
+    in_path = ("run_name", "output_dir") if is_named else ("run_name", "output_dir", "experiment")
+    named = [item for item in overrides if item.lstrip("+~").split("=")[0] not in in_path] or list(overrides)
+    named.sort(key=lambda item: (item in arguments, item))
+    text = "_".join(item.lstrip("+~") for item in named).replace("=", "-")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("-.")
     if len(name) > MAX_FOLDER_LENGTH or name != text:
         # Cut or replaced characters could make two jobs one.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
 def _check_positive(group: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _check(value is None or value > 0, f"{group}{name}", value, "a number above 0")
+        _check(value is None or 0 < value < math.inf, f"{group}{name}", value, "a number above 0")
 
 
 def _check_fraction(group: str, config: object, *names: str) -> None:

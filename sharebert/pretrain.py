@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,7 @@ def _wait_for_corpus(config: TrainConfig, ranks: Ranks) -> PreparedCorpus:
     The others look for it rather than wait in a collective, which would run into the group's time limit.
     """
     if ranks.local_rank == 0:
-        return prepare_corpus(config.data, progress=ranks.rank == 0)
+        return prepare_corpus(config.data, progress=ranks.rank == 0 and sys.stderr.isatty())
     while (corpus := find_prepared(config.data)) is None:
         time.sleep(1.0)
     return corpus

@@ -128,9 +128,12 @@ WIKIPEDIA = {
 LARGE = {"model.num_layers": 24, "model.hidden_size": 1024, "model.num_heads": 16, "model.intermediate_size": 4096}
 BASE = {"model.num_layers": 12, "model.hidden_size": 768, "model.num_heads": 12, "model.intermediate_size": 3072}
 SHARE_50K = {"unshare.policy": "fixed", "unshare.step": 50_000}
+ADAPTIVE = {"unshare.check_every": 1000, "unshare.threshold": 0.5, "unshare.patience": 3}
 RECIPES: dict[str, dict[str, Any]] = {
     "bert_large_half": {**WIKIPEDIA, **LARGE, **SHARE_50K, "max_steps": 500_000},
     "bert_base_half": {**WIKIPEDIA, **BASE, **SHARE_50K, "max_steps": 500_000},
+    "bert_large_swe_a": {**WIKIPEDIA, **LARGE, **ADAPTIVE, "unshare.policy": "adaptive", "max_steps": 500_000},
+    "bert_large_swe_m": {**WIKIPEDIA, **LARGE, **ADAPTIVE, "unshare.policy": "multi_step", "max_steps": 500_000},
     "bert_large_baseline": {**WIKIPEDIA, **LARGE, "unshare.policy": "never", "max_steps": 1_000_000},
     "bert_large_xlnet": {
         **WIKIPEDIA,

@@ -28,6 +28,8 @@ LONG_RUN = 200
 MADE_BY_A_RUN = {"config.yaml", "status.json", "metrics.jsonl", "curves.png", "log.txt", "checkpoints/"}
 OF_THE_USER = {"tokenizer.json", "vocab.txt", ".txt", ".jsonl", ".parquet"}
 
+FIGURES = re.findall(r"`((?:train|eval|perf|share)/\w+)`", README)
+
 
 def fenced(language: str) -> list[str]:
     """The code blocks of a language."""
@@ -100,7 +102,7 @@ def check_what_the_runs_left(folder: Path) -> None:
     assert [name for name in promised if not (folder / name).exists()] == []
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     written = {name for row in rows for name in row} - {"step"}
-    assert set(re.findall(r"`((?:train|eval|perf|share)/\w+)`", README)) == written
+    assert written - set(FIGURES) == set(), "written and not explained"
     assert {path.name for path in folder.iterdir()} == {"corpus", "outputs"}
 
 
@@ -144,6 +146,11 @@ def test_the_explained_experiment_says_what_the_file_says() -> None:
     shown, file = OmegaConf.create(block), OmegaConf.load(ROOT / "conf/experiment/bert_base_half.yaml")
     assert block.startswith("# @package _global_\n")
     assert {key: file[key] for key in shown} == {key: shown[key] for key in shown}
+
+
+def test_every_figure_that_is_explained_exists() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "sharebert").rglob("*.py"))
+    assert {name for name in FIGURES if f'"{name}"' not in source} == set()
 
 
 def test_every_verb_is_shown_and_every_shown_verb_exists() -> None:

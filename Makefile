@@ -1,0 +1,38 @@
+# The two commands a user needs are `make demo` and `make test`; everything else is for developers.
+# pip runs with your own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, pip.conf); nothing here overrides them.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint clean
+
+help: ## Show this list
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/.installed ## Pretrain a small BERT on real text, shared, then unshared: outputs/demo
+	$(BIN)/sharebert train +experiment=demo
+
+test: .venv/.installed ## Run all fast tests
+	$(BIN)/python -m pytest
+
+test-slow: .venv/.installed ## Run the long loops and drills
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.installed ## Check style, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean: ## Remove the environment, caches and build products; keeps outputs/
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment, made again when its requirements change.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "sharebert needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one, as in: make demo PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
