@@ -1,4 +1,4 @@
-"""The engine against the paper's Algorithm 1 written out literally, in float64."""
+"""The engine against the paper's Algorithms 1 and 2 written out literally, in float64."""
 
 from __future__ import annotations
 
@@ -44,22 +44,69 @@ class LiteralAlgorithm1:
         logits = self.model(batch.input_ids, batch.positions, batch.attention_mask)
         losses = functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
         ((losses * batch.weights.flatten()).sum() / batch.weights.sum()).backward()
-        if t < self.config.unshare.step:
-            self._replace_gradients_by_means()
+        self._replace_gradients_by_means(t)
         if self.config.optim.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm, foreach=False)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(t - 1, self.config.optim, self.config.max_steps)
         self.optimizer.step()
 
-    def _replace_gradients_by_means(self) -> None:
+    def _replace_gradients_by_means(self, t: int) -> None:
+        if t >= self.config.unshare.step:
+            return
         families: dict[str, list[torch.nn.Parameter]] = {}
         for name, parameter in self.model.encoder.layers.named_parameters(prefix="encoder.layers"):
             families.setdefault(name_in_unit(name, self.unit_layers), []).append(parameter)
         for family in families.values():
-            mean = torch.stack([parameter.grad for parameter in family]).mean(0)
-            for parameter in family:
-                parameter.grad = mean.clone()
+            replace_by_mean(family)
+
+
+def replace_by_mean(parameters: list[torch.nn.Parameter]) -> None:
+    mean = torch.stack([parameter.grad for parameter in parameters]).mean(0)
+    for parameter in parameters:
+        parameter.grad = mean.clone()
+
+
+class LiteralAlgorithm2(LiteralAlgorithm1):
+    """As before, but layers lie in groups with a mean each, which split where adjacent gradients stop agreeing."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        super().__init__(config)
+        layers = list(self.model.encoder.layers)
+        self.units = [layers[start : start + self.unit_layers] for start in range(0, len(layers), self.unit_layers)]
+        self.groups = [list(range(len(self.units)))]
+        self.low_checks = {boundary: 0 for boundary in range(len(self.units) - 1)}
+        self.groups_after: list[list[list[int]]] = []
+
+    def _parameters(self, unit: int) -> list[torch.nn.Parameter]:
+        return [parameter for layer in self.units[unit] for parameter in layer.parameters()]
+
+    def _correlation(self, boundary: int) -> float:
+        a, b = (torch.cat([p.grad.flatten() for p in self._parameters(unit)]) for unit in (boundary, boundary + 1))
+        return float(a @ b / (a.norm() * b.norm()))
+
+    def _replace_gradients_by_means(self, t: int) -> None:
+        new_groups = self._split() if t % self.config.unshare.check_every == 0 else self.groups
+        for group in self.groups:  # the update of a check is still that of the old groups
+            for same_slot in zip(*(self._parameters(unit) for unit in group), strict=True):
+                replace_by_mean(list(same_slot))
+        self.groups = new_groups
+        self.groups_after.append(new_groups)
+
+    def _split(self) -> list[list[int]]:
+        correlations = {boundary: self._correlation(boundary) for boundary in self.low_checks}
+        for boundary, correlation in correlations.items():
+            is_low = correlation < self.config.unshare.threshold
+            self.low_checks[boundary] = self.low_checks[boundary] + 1 if is_low else 0
+        new_groups = []
+        for group in self.groups:
+            due = [boundary for boundary in group[:-1] if self.low_checks[boundary] >= self.config.unshare.patience]
+            if due:
+                cut = group.index(min(due, key=correlations.__getitem__)) + 1
+                new_groups += [group[:cut], group[cut:]]
+            else:
+                new_groups.append(group)
+        return new_groups
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -101,3 +148,38 @@ def test_mean_and_sum_would_differ_in_the_comparison(tmp_path: Path) -> None:
     literal.update(1, window)
     ours = trainer.model.encoder.layers[0].attention.qkv.weight
     assert (ours - literal.model.encoder.layers[0].attention.qkv.weight).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("micro_batch_size", [24, 8])
+@pytest.mark.parametrize("unit_layers", [1, 2])
+def test_the_engine_is_algorithm_2_over_three_splits(
+    tmp_path: Path, norm: str, micro_batch_size: int, unit_layers: int
+) -> None:
+    config = small_config(
+        max_steps=24,
+        global_batch_size=24,
+        model={"norm": norm, "num_layers": 6 * unit_layers},
+        unshare={
+            "policy": "multi_step",
+            "check_every": 2,
+            "patience": 2,
+            "threshold": 0.998,
+            "unit_layers": unit_layers,
+        },
+        optim={"clip_norm": 0.5},
+        engine={"micro_batch_size": micro_batch_size},
+    )
+    trainer, _ = build_trainer(config, tmp_path, torch.float64)
+    literal = LiteralAlgorithm2(config)
+    for t, window in enumerate(windows(config, tmp_path), start=1):
+        trainer.maybe_unshare()
+        assert trainer.train_step(window)
+        literal.update(t, window)
+        expected = dict(literal.model.named_parameters())
+        for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
+            torch.testing.assert_close(parameter, expected[name], rtol=0.0, atol=1e-9)
+        assert [list(range(*group)) for group in trainer.policy.groups_for(t + 1)] == literal.groups
+    shapes = {str(groups) for groups in literal.groups_after}
+    assert len(shapes) >= 4  # one group, and after each of three splits
+    assert any(1 < len(groups) < 6 for groups in literal.groups_after)

@@ -230,3 +230,35 @@ def test_two_processes_cannot_run_in_one_folder(
     finally:
         other.close()
     assert "another process is running in it" in capsys.readouterr().err
+
+
+WATCHING = ["unshare.check_every=2", "unshare.threshold=0.998", "unshare.patience=1", "checkpoint.keep_last=30"]
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "multi_step"])
+def test_a_run_killed_around_each_split_resumes_bit_for_bit(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    options = [f"unshare={policy}", *WATCHING, "checkpoint.every_steps=1", "optim.lr=0.02"]
+    straight = tmp_path / "outputs/straight"
+    assert train("run_name=straight", *options) == EXIT_FINISHED
+    groups = [read_meta(entry.path)["layer_groups"] for entry in list_checkpoints(straight / "checkpoints")]
+    splits = [step for step in range(1, 12) if groups[step - 1] != groups[step]]  # the last steps of the old groups
+    assert len(splits) >= (1 if policy == "adaptive" else 2)
+    around = {split + shift for split in splits for shift in (-1, 0, 1)}  # in the check, before the act, after it
+    for step in sorted(around - {12}):
+        with monkeypatch.context() as patch:
+            kill_at(patch, step)
+            with pytest.raises(Killed):
+                train(f"run_name=killed-{step}", *options)
+        assert train(f"run_name=killed-{step}", *options) == EXIT_FINISHED
+        assert_equal_bits(final_state(straight), final_state(tmp_path / f"outputs/killed-{step}"))
+
+
+def test_the_checkpoint_before_each_split_is_kept(train: Train, tmp_path: Path) -> None:
+    train("run_name=a", "unshare=multi_step", *WATCHING[:3], "checkpoint.keep_last=1", "optim.lr=0.02")
+    metas = [read_meta(entry.path) for entry in list_checkpoints(tmp_path / "outputs/a/checkpoints")]
+    assert [meta["before_unsharing"] for meta in metas] == [True] * (len(metas) - 1) + [False]
+    assert metas[0]["phase"] == "shared"
+    assert any(meta["phase"] == "partly-shared" for meta in metas)
+    assert len(metas[-1]["policy_state"]["last_check"]["correlations"]) == 3
