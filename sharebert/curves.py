@@ -19,14 +19,8 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#777777"
 def draw_curves(run: Path) -> None:
     """Draw ``<run>/curves.png`` from its `metrics.jsonl`; says how to get matplotlib where it is missing."""
     rows = read_metrics(run / "metrics.jsonl")
-    if importlib.util.find_spec("matplotlib") is None:
-        logger.warning("curves.png was not drawn: it needs matplotlib; pip install 'sharebert[plot]'")
+    if (figure := new_figure("curves.png", width=11, height=7)) is None:
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, sharex=True)
     _draw_loss(axes[0][0], rows)
     _draw_accuracy(axes[0][1], rows)
@@ -44,9 +38,27 @@ def draw_curves(run: Path) -> None:
     for axis in axes[1]:
         axis.set_xlabel("updates")
     figure.suptitle(run.name)
-    temporary = run / ".curves.png"
+    save_figure(figure, run / "curves.png")
+
+
+def new_figure(name: str, width: float, height: float) -> Any:
+    """An empty matplotlib figure of so many inches; None, and a line that says why, without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        logger.warning("%s was not drawn: it needs matplotlib; pip install 'sharebert[plot]'", name)
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write the figure as a PNG that appears as a whole."""
+    temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(run / "curves.png")
+    temporary.replace(path)
 
 
 def _series(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -31,6 +31,7 @@ from sharebert.metrics import Progress, Recorder, build_sinks, check_extras
 from sharebert.precision import Precision, resolve_compile, resolve_device, resolve_precision
 from sharebert.provenance import describe_origin
 from sharebert.run_folder import RunFolder, find_start, refuse_other_configuration, refuse_other_corpus
+from sharebert.share_map import draw_share_map
 from sharebert.train_state import TrainState, build_train_state
 from sharebert.trainer import Trainer
 from sharebert.unshare_policy import resolve_unshare_step
@@ -181,6 +182,10 @@ def _fit(trainer: Trainer, windows: Any, run: RunFolder, stop: StopSignals) -> i
         outcome, reason = ("finished", "") if is_finished else ("stopped", stop.received or "asked on another rank")
         run.write_status(outcome, counters.step, reason)
         draw_curves(run.path)
+        unshare = trainer.config.unshare
+        draw_share_map(run.path, unshare.unit_layers, unshare.threshold)
+        if explanation := trainer.policy.explain():
+            logger.info(explanation)
         logger.info("%s at step %d of %d: %s", outcome, counters.step, trainer.config.max_steps, run.path)
     return EXIT_FINISHED if is_finished else EXIT_STOPPED
 

@@ -81,6 +81,10 @@ class UnsharePolicy:
         above = sum(value >= self.config.threshold for value in measured)
         return f"{above}/{len(measured)} pairs above {self.config.threshold:g}"
 
+    def explain(self) -> str:
+        """Why layers still share, for the end of a run; empty where nothing has to be explained."""
+        return ""
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has to hold, as JSON can."""
         return {"last_check": None if self.last_check is None else asdict(self.last_check)}
@@ -106,6 +110,20 @@ class WatchingPolicy(UnsharePolicy):
     def _counts(self, check: Check) -> bool:
         """Whether a check may lead to a decision."""
         return check.update >= self.config.earliest_step and len(self.groups) < self.num_units
+
+    def explain(self) -> str:
+        """The last correlations, where something still shares."""
+        if len(self.groups) == self.num_units:
+            return ""
+        if self.last_check is None:
+            return (
+                f"still shared in {len(self.groups)} group(s): unshare.check_every={self.config.check_every} came never"
+            )
+        shown = " ".join("-" if value is None else f"{value:.2f}" for value in self.last_check.correlations)
+        return (
+            f"still shared in {len(self.groups)} group(s): at the last check (update {self.last_check.update}) "
+            f"{self.describe_check()}; correlations of adjacent units: {shown}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As the base class, and the groups."""

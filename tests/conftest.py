@@ -79,6 +79,7 @@ def train(small_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """``train("key=value", ...)`` runs `sharebert train` with these over `small_run`, below tmp_path/outputs."""
     monkeypatch.setattr(pretrain_module, "measure_matmul_peak", lambda device, dtype: 1e12)
     monkeypatch.setattr(pretrain_module, "draw_curves", lambda run: None)
+    monkeypatch.setattr(pretrain_module, "draw_share_map", lambda run, unit_layers, threshold: None)
 
     def run(*overrides: str) -> int:
         keys = {override.split("=")[0] for override in overrides}

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,25 @@ def test_two_processes_train_as_one_and_one_goes_on_where_two_stopped(
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4)
 
 
-def read_rows(run: Path) -> list[dict[str, float]]:
+def test_two_processes_measure_and_decide_as_one(train: Train, small_run: list[str], tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs"
+    watching = ["unshare=multi_step", "unshare.check_every=2", "unshare.threshold=0.998", "unshare.patience=1"]
+    options = [*OPTIONS, *watching, "max_steps=12", "optim.lr=0.02"]
+    status, errors = torchrun(small_run, f"output_dir={outputs}", "run_name=two", *options)
+    assert status == 0, errors
+    assert train("run_name=one", *options) == 0
+    one, two = read_rows(outputs / "one"), read_rows(outputs / "two")
+    checks = [(ours, theirs) for ours, theirs in zip(one, two, strict=True) if "share/correlations" in ours]
+    assert len({str(ours["share/groups"]) for ours, _ in checks}) >= 3
+    for ours, theirs in checks:
+        assert ours["share/groups"] == theirs["share/groups"]
+        assert ours["share/correlations"] == pytest.approx(theirs["share/correlations"], abs=2e-4)
+    final = [final_state(outputs / name) for name in ("one", "two")]
+    for name in final[0]:
+        torch.testing.assert_close(final[1][name], final[0][name], rtol=0.0, atol=1e-4)
+
+
+def read_rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
