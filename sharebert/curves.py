@@ -25,8 +25,8 @@ def draw_curves(run: Path) -> None:
     _draw_loss(axes[0][0], rows)
     _draw_accuracy(axes[0][1], rows)
     _draw(axes[1][0], rows, "train/grad_norm", BLUE, "gradient norm (before clipping)")
-    axes[1][0].set_yscale("log")
     axes[1][0].set_ylabel("gradient norm")
+    axes[1][0].set_ylim(bottom=0)
     _draw(axes[1][1], rows, "train/lr", BLUE, "learning rate")
     axes[1][1].set_ylabel("learning rate")
     for axis in axes.flat:
@@ -89,7 +89,7 @@ def _draw_accuracy(axis: Any, rows: list[dict[str, Any]]) -> None:
 def _mark_unsharing(axis: Any, rows: list[dict[str, Any]]) -> None:
     """A line at each update after which fewer weights are shared than before."""
     phased = [row for row in rows if "share/unique_parameters" in row]
-    label = "unshared"
+    label = "unsharing"
     for before, after in pairwise(phased):
         if after["share/unique_parameters"] > before["share/unique_parameters"]:
             axis.axvline(after["step"], color=GREEN, linestyle=":", label=label)

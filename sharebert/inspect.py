@@ -32,16 +32,17 @@ def describe(path: Path, meta: dict[str, Any]) -> str:
     """A few lines for people."""
     config, parameters = meta["config"], meta["parameters"]
     unit = meta["unit_layers"]
-    groups = [(first * unit, stop * unit - 1) for first, stop in meta["layer_groups"]]
+    groups = [(first * unit + 1, stop * unit) for first, stop in meta["layer_groups"]]
     shown = ", ".join(f"{first}-{last}" if first != last else str(first) for first, last in groups)
     rows = [
         ("checkpoint", path.name),
         ("step", f"{meta['step']:,} of {config['max_steps']:,} ({meta['samples_seen']:,} sequences seen)"),
         ("phase", f"{meta['phase']}{', the last before unsharing' if meta['before_unsharing'] else ''}"),
-        ("layers", f"{shown}{f'  (units of {unit} layers)' if unit > 1 else ''}"),
+        ("groups of layers", f"{shown}{f'  (units of {unit} layers)' if unit > 1 else ''}"),
         ("parameters", f"{parameters['unique']:,} unique, {parameters['effective']:,} effective"),
         ("model", f"{config['model']['name']}, {config['model']['norm']}-norm, vocabulary {meta['vocab_size']:,}"),
         ("unshare", config["unshare"]["policy"] + _at_step(config["unshare"])),
+        *_last_check(meta["policy_state"]["last_check"]),
         (
             "trained with",
             f"{config['engine']['precision']} on {config['engine']['device']}, {meta['world_size']} process(es)",
@@ -53,6 +54,13 @@ def describe(path: Path, meta: dict[str, Any]) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _last_check(check: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if check is None:
+        return []
+    shown = " ".join("-" if value is None else f"{value:.2f}" for value in check["correlations"])
+    return [("correlations", f"{shown}  (adjacent units, update {check['update']:,})")]
 
 
 def _at_step(unshare: dict[str, Any]) -> str:

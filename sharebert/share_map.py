@@ -37,7 +37,7 @@ def draw_share_map(run: Path, unit_layers: int, threshold: float) -> None:
     bar.ax.axhline(threshold, color="white", linewidth=2)
     _draw_boundaries(axis, checks, steps)
     axis.set_yticks(range(1, num_units + 1), [_layers(unit, unit_layers) for unit in range(num_units)])
-    axis.set_ylim(0.5, num_units + 0.5)
+    axis.set_ylim(0.9, num_units + 0.1)
     axis.set_ylabel("layer" if unit_layers == 1 else "unit (its layers)")
     axis.set_xlabel("updates")
     axis.set_title(f"{run.name}: colour lies between the two layers compared; lines part groups that share no weights")

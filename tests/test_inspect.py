@@ -38,7 +38,7 @@ def test_inspect_says_it_to_people_too(run: Path, capsys: pytest.CaptureFixture[
     assert main(["inspect", str(run / "checkpoints/step-00000005-shared")]) == 0
     shown = capsys.readouterr().out
     assert "shared, the last before unsharing" in shown
-    assert "0-3" in shown
+    assert "1-4" in shown
     assert "fixed at update 6" in shown
 
 
