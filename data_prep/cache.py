@@ -79,19 +79,6 @@ def _tokenizer_options(config: DataConfig) -> dict[str, Any]:
     return given | {"lowercase": config.lowercase} if path.suffix == ".txt" else given
 
 
-def corpus_key(config: DataConfig) -> str:
-    """The key of the corpus that `config` describes; equal keys mean equal content."""
-    return plan_corpus(config).key
-
-
-def find_prepared(config: DataConfig) -> PreparedCorpus | None:
-    """The prepared corpus, or None when it is not there (or damaged: a warning says so).
-
-    Costs the hashing of the sources, about 0.1 s for `python_docs`.
-    """
-    return open_planned(plan_corpus(config))
-
-
 def open_planned(plan: CorpusPlan) -> PreparedCorpus | None:
     """The corpus of `plan`, or None when it is not there or damaged."""
     if not plan.folder.exists():

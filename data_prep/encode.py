@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -103,9 +104,18 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(tokenizer_path: Path) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process is one core's worth
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends the pool
     _worker["encoder"] = TextEncoder(tokenizer_path)
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its pool: without this the workers would wait for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode_in_worker(texts: list[str]) -> EncodedBatch:

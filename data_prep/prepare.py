@@ -23,7 +23,7 @@ from data_prep.encode import EncodedBatch, TextEncoder, encode_documents
 from data_prep.sample import TextSample
 from data_prep.sources import Source, open_files
 from data_prep.tokenizer import load_given_tokenizer, train_tokenizer
-from sharebert.config import DataConfig
+from sharebert.config import ConfigError, DataConfig
 from sharebert.data.format import (
     DataError,
     PreparedCorpus,
@@ -54,7 +54,13 @@ def prepare_corpus(config: DataConfig, progress: bool = False) -> PreparedCorpus
     if (corpus := open_planned(plan)) is not None:
         logger.info("corpus: %s is prepared", plan.folder)
         return corpus
-    plan.folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        plan.folder.parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{plan.folder}.lock").touch()
+    except OSError as error:
+        came = f"data.cache_dir={config.cache_dir}" if config.cache_dir else f"cache folder {plan.folder.parent}"
+        expected = "a folder that can be written; set data.cache_dir or SHAREBERT_CACHE"
+        raise ConfigError(f"{came}: {error.strerror}, expected {expected}") from error
     lock = FileLock(f"{plan.folder}.lock")
     try:
         lock.acquire(timeout=0)

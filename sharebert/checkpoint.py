@@ -33,7 +33,8 @@ MODEL_FILE, STATE_FILE, TOKENIZER_FILE, META_FILE = (
     "meta.json",
 )
 _NAME = re.compile(r"step-(\d{8,})-(shared|partly-shared|unshared)")
-_TEMPORARY = ".saving-"
+_TEMPORARY, _DELETED = ".saving-", ".deleting-"
+PHASES = ("shared", "partly-shared", "unshared")
 
 
 class CheckpointError(RuntimeError):
@@ -58,7 +59,7 @@ def list_checkpoints(folder: Path) -> list[Entry]:
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir() and not path.is_symlink():
             entries.append(Entry(int(match[1]), match[2], path))
-    return sorted(entries, key=lambda entry: (entry.step, entry.path.name))
+    return sorted(entries, key=lambda entry: (entry.step, PHASES.index(entry.phase)))
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -152,14 +153,16 @@ class CheckpointFolder:
             temporary.mkdir()
             self._write_files(temporary, tensors, training_state, tokenizer, meta)
             if target.exists():
-                set_aside(target, "damaged")
+                aside = free_name(target, "damaged")
+                target.rename(aside)
+                logger.warning("moved %s aside to %s", target, aside.name)
             temporary.rename(target)
             _sync(self.path)
             self._point_latest_to(name)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"{target}: could not be written ({error}); older checkpoints are intact") from error
-        self._delete_old()
+        self._delete_old(meta["step"])
         return target
 
     def _write_files(
@@ -191,30 +194,36 @@ class CheckpointFolder:
         link.symlink_to(name)
         link.replace(self.path / "latest")
 
-    def _delete_old(self) -> None:
-        entries = list_checkpoints(self.path)
+    def _delete_old(self, step: int) -> None:
+        """Delete what is older than the newest `keep_last` up to `step`.
+
+        Whatever lies beyond `step` was damaged when the run went on from before it, and does not count.
+        """
+        entries = [entry for entry in list_checkpoints(self.path) if entry.step <= step]
         for entry in entries[: -self.keep_last]:
             if self.keep_every and entry.step % self.keep_every == 0:
                 continue
             with contextlib.suppress(CheckpointError):  # a damaged one has no claim to be kept
                 if read_meta(entry.path)["before_unsharing"]:
                     continue
-            shutil.rmtree(entry.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                # Under its own name a checkpoint is whole at any moment, also while it is being deleted.
+                doomed = entry.path.rename(self.path / f"{_DELETED}{entry.path.name}")
+                shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed save left behind."""
-    for path in folder.glob(f"{_TEMPORARY}step-*"):
-        shutil.rmtree(path, ignore_errors=True)
+    """Delete what a killed save or a killed deletion left behind."""
+    for prefix in (_TEMPORARY, _DELETED):
+        for path in folder.glob(f"{prefix}step-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def set_aside(path: Path, reason: str) -> Path:
-    """Rename `path` to ``<name>.<reason>-<number>`` beside it: out of the way, not lost."""
+def free_name(path: Path, reason: str) -> Path:
+    """``<name>.<reason>-<number>`` beside `path`, with the first number that is free."""
     number = 1
     while (target := path.with_name(f"{path.name}.{reason}-{number}")).exists():
         number += 1
-    path.rename(target)
-    logger.warning("moved %s aside to %s", path, target.name)
     return target
 
 

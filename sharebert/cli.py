@@ -20,7 +20,7 @@ from typing import Any
 import sharebert
 from sharebert import config as configuration
 from sharebert.config import ConfigError, TrainConfig, check_world_size, from_dict, near_match
-from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, Ranks, detect_ranks
+from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, Ranks, detect_ranks
 from sharebert.log import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 HYDRA_VERBS = ("train", "prepare")
 PLAIN_VERBS = ("evaluate", "inspect")
 MAX_FOLDER_LENGTH = 120
+EXIT_INTERRUPTED = 130
 
 NON_FINITE_ADVICE = (
     "Nothing was saved after it, so the same command goes on from the checkpoint before (see checkpoints/latest). "
@@ -47,7 +48,7 @@ usage: sharebert VERB [arguments]
   prepare    tokenizer and tokenised corpus only
                sharebert prepare data=text_files 'data.files=[corpus/*.jsonl.gz]'
   evaluate   held-out loss and accuracy of a checkpoint on any text
-               sharebert evaluate outputs/demo/checkpoints/latest --files README.md
+               sharebert evaluate outputs/demo/checkpoints/latest --files 'corpus/*.txt'
   inspect    what a checkpoint holds: step, phase, groups of layers, hashes
                sharebert inspect outputs/demo/checkpoints/latest
 
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_hydra(verb, rest, ranks)
         return _guarded(verb, lambda: _run_plain(verb, rest))
     except ConfigError as error:
-        print(f"sharebert {verb}: {error}", file=sys.stderr)
+        _refuse(verb, error)
         return EXIT_USAGE
     except BrokenPipeError:  # as in `sharebert train --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -134,6 +135,8 @@ def _compose_and_run(verb: str, arguments: list[str], run: Callable[[TrainConfig
 
     def job(composed: DictConfig) -> None:
         hydra_config = HydraConfig.get()
+        if EXIT_STOPPED in statuses:
+            return  # whoever stopped a job stopped the sweep; the same command goes on with it
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
         values["run_name"] = _run_name(values["run_name"], hydra_config.runtime.choices.get("experiment"))
         folder = Path(values["output_dir"]) / values["run_name"]
@@ -147,7 +150,7 @@ def _compose_and_run(verb: str, arguments: list[str], run: Callable[[TrainConfig
         try:
             hydra.main(config_path="pkg://sharebert.conf", config_name="train", version_base="1.3")(job)()
         except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-            if shows_all:
+            if shows_all or isinstance(error, BrokenPipeError):
                 raise
             raise ConfigError(_explain(error)) from error
     return max(statuses, default=EXIT_FINISHED)
@@ -248,11 +251,22 @@ def _guarded(verb: str, run: Callable[[], int]) -> int:
     try:
         return run()
     except ConfigError as error:
-        print(f"sharebert {verb}: {error}", file=sys.stderr)
+        _refuse(verb, error)
         return EXIT_USAGE
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        logger.error("interrupted; nothing was lost, the same command goes on")
+        return EXIT_INTERRUPTED
     except Exception as error:
         _report(error)
         return EXIT_FAILED
+
+
+def _refuse(verb: str, error: ConfigError) -> None:
+    """Say what is wrong with the request; once, not on every rank."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"sharebert {verb}: {error}", file=sys.stderr)
 
 
 def _report(error: Exception) -> None:
@@ -267,7 +281,7 @@ def _report(error: Exception) -> None:
     elif isinstance(error, (CheckpointError, DataError)):
         logger.error("%s", error)
     elif isinstance(error, RankZeroError) or is_lost_peer(error):
-        logger.error("lost the other ranks; the job's first error says why (%s)", str(error).split("\n")[0])
+        logger.error("ended because another rank did; the job's first error says why (%s)", error)
     else:
         traceback.print_exception(error)
 

@@ -25,9 +25,8 @@ class RankZeroError(RuntimeError):
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone: the fault lies there."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and ("gloo" in str(error) or "Connection closed by peer" in str(error))
+    signs = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "Broken pipe", "remote process")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def join_group(ranks: Ranks, device: torch.device) -> None:
@@ -64,6 +63,11 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def sum_count(count: int) -> int:
     """Sum of a host integer over the ranks."""
     return count if world_size() == 1 else int(sum_over_ranks(torch.tensor([count], dtype=torch.int64)).item())
+
+
+def max_count(count: int) -> int:
+    """Largest of a host integer over the ranks."""
+    return count if world_size() == 1 else int(max_over_ranks(torch.tensor([count], dtype=torch.int64)).item())
 
 
 def max_over_ranks(values: Tensor) -> Tensor:
@@ -117,5 +121,4 @@ def wrap(model: nn.Module) -> nn.Module:
         model,
         device_ids=[device] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sharebert.data.loader import MicroBatch
-from sharebert.distributed import sum_over_ranks
+from sharebert.distributed import max_count, sum_over_ranks
 from sharebert.loss import correct_predictions, masked_lm_loss_sum
 from sharebert.model.bert import Bert
 from sharebert.precision import Precision
@@ -27,6 +27,7 @@ class Evaluator:
         self._batches = batches
         self._precision = precision
         self._floors = unigram_floors(batches, vocab_size)
+        self._rounds = max_count(len(batches))  # every rank asks should_stop so often, with a batch left or not
 
     @property
     def has_targets(self) -> bool:
@@ -42,10 +43,12 @@ class Evaluator:
         model.eval()
         try:
             with preserve_random_state():
-                for batch in self._batches:
+                for number in range(self._rounds):
                     if should_stop():
                         return None
-                    batch = batch.to(device)
+                    if number >= len(self._batches):
+                        continue
+                    batch = self._batches[number].to(device)
                     with self._precision.autocast():
                         logits = model(batch.input_ids, batch.positions, batch.attention_mask)
                     sums[0] += masked_lm_loss_sum(logits, batch.labels, batch.weights)

@@ -11,7 +11,7 @@ from pathlib import Path
 from data_prep.encode import TextEncoder
 from data_prep.prepare import tokenize_files
 from sharebert.checkpoint import TOKENIZER_FILE
-from sharebert.config import EngineConfig, MaskingConfig, from_dict
+from sharebert.config import ConfigError, EngineConfig, MaskingConfig, from_dict
 from sharebert.data.loader import evaluation_batches
 from sharebert.data.masking import build_vocabulary
 from sharebert.evaluate import Evaluator
@@ -34,8 +34,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp16", "fp32"))
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
-    figures = evaluate_files(parser.parse_args(arguments))
-    if parser.parse_args(arguments).json:
+    options = parser.parse_args(arguments)
+    for name, least in (("seq_len", 8), ("batch_size", 1), ("max_sequences", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')}={value}: expected at least {least}")
+    figures = evaluate_files(options)
+    if options.json:
         print(json.dumps(figures))
     else:
         print("\n".join(f"{name:<24}{value:,.4f}".rstrip("0").rstrip(".") for name, value in figures.items()))
@@ -52,6 +57,9 @@ def evaluate_files(options: argparse.Namespace) -> dict[str, float]:
     """
     model, _, meta = load_model(options.checkpoint)
     config, tokenizer = meta["config"], options.checkpoint / TOKENIZER_FILE
+    seq_len, positions = options.seq_len or config["data"]["seq_len"], config["model"]["max_position_embeddings"]
+    if seq_len > positions:
+        raise ConfigError(f"--seq-len={seq_len}: expected at most {positions}, the positions of the model")
     device = resolve_device(EngineConfig(device=options.device), Ranks())
     precision = resolve_precision(EngineConfig(precision=options.precision), device)
     masking = from_dict(MaskingConfig, config["masking"])
@@ -61,7 +69,7 @@ def evaluate_files(options: argparse.Namespace) -> dict[str, float]:
         batches = evaluation_batches(
             store,
             build_vocabulary(tokenizer, encoder.special_ids, encoder.vocab_size, masking.whole_word),
-            seq_len=options.seq_len or config["data"]["seq_len"],
+            seq_len=seq_len,
             masking=masking,
             max_sequences=options.max_sequences,
             batch_size=options.batch_size,

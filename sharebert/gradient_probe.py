@@ -78,8 +78,8 @@ def adjacent_correlations(unit_gradients: Iterable[list[Tensor | None]]) -> Tens
     Returns:
         (U - 1,) on the gradients' device; NaN where one of the two gradients is zero or missing.
     """
-    squares: list[Tensor] = []
-    products: list[Tensor] = []
+    squares: list[Tensor | None] = []
+    products: list[Tensor | None] = []
     before: list[Tensor | None] | None = None
     for gradients in unit_gradients:
         squares.append(_dot(gradients, gradients))
@@ -88,12 +88,15 @@ def adjacent_correlations(unit_gradients: Iterable[list[Tensor | None]]) -> Tens
         before = gradients
     if not products:
         return torch.empty(0)
-    norms = torch.stack(squares).sqrt()  # (U,)
-    return torch.stack(products) / (norms[:-1] * norms[1:])  # (U - 1,); 0 / 0 is NaN
+    present = next((square for square in squares if square is not None), torch.zeros(()))
+    zero = torch.zeros_like(present)  # for a unit without gradients, on the device of the others
+    norms = torch.stack([zero if square is None else square for square in squares]).sqrt()  # (U,)
+    dots = torch.stack([zero if product is None else product for product in products])  # (U - 1,)
+    return dots / (norms[:-1] * norms[1:])  # 0 / 0 is NaN
 
 
-def _dot(first: list[Tensor | None], second: list[Tensor | None]) -> Tensor:
+def _dot(first: list[Tensor | None], second: list[Tensor | None]) -> Tensor | None:
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
     if not pairs:
-        return torch.tensor(0.0)
+        return None
     return torch.stack([torch.dot(a.flatten(), b.flatten()) for a, b in pairs]).sum()

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sharebert.checkpoint import CheckpointError, verify
-from sharebert.launch import EXIT_FAILED, EXIT_FINISHED
+from sharebert.checkpoint import verify
+from sharebert.launch import EXIT_FINISHED
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the flags and print; returns the exit status."""
+    """Parse the flags and print; returns the exit status.
+
+    Raises:
+        CheckpointError: naming the file that is missing or damaged.
+    """
     parser = argparse.ArgumentParser(prog="sharebert inspect", description="Show what a checkpoint holds.")
     parser.add_argument("checkpoint", type=Path, help="folder of a checkpoint, or the link `latest`")
     parser.add_argument("--json", action="store_true", help="print meta.json's content, for programs")
     options = parser.parse_args(arguments)
-    try:
-        meta = verify(options.checkpoint)
-    except CheckpointError as error:
-        print(f"sharebert inspect: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    meta = verify(options.checkpoint)
     print(json.dumps(meta, indent=2) if options.json else describe(options.checkpoint.resolve(), meta))
     return EXIT_FINISHED
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType
@@ -18,6 +19,9 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL: run the same command again
+
+ECHO_SECONDS = 2.0
+"""A signal so soon after the first is the same request: launchers pass on what the process got as well."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
@@ -56,13 +60,14 @@ def detect_ranks(environ: Mapping[str, str] = os.environ) -> Ranks:
 
 
 class StopSignals:
-    """Remembers the first stop signal instead of dying of it; a second one ends the process at once.
+    """Remembers the first stop signal instead of dying of it; one that follows 2 s later or more ends the process.
 
     Use as a context manager around the training loop, in the main thread.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._received_at = 0.0
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -75,7 +80,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received is not None and now - self._received_at < ECHO_SECONDS:
+            return
         if self.received is not None:
             # Files are only ever renamed into place, so leaving here harms nothing that was saved.
             os._exit(128 + number)
-        self.received = signal.Signals(number).name
+        self.received, self._received_at = signal.Signals(number).name, now

@@ -46,6 +46,14 @@ def open_log_file(path: Path) -> None:
         logging.getLogger(name).addHandler(handler)
 
 
+def note_in_log_file(text: str) -> None:
+    """Append `text` to the log file only: the terminal gets it in other words."""
+    record = logging.LogRecord(NAMES[0], logging.ERROR, __file__, 0, text, None, None)
+    for handler in logging.getLogger(NAMES[0]).handlers:
+        if isinstance(handler, _LogFile):
+            handler.emit(record)
+
+
 def close_log_file() -> None:
     """Undo :func:`open_log_file`, so that the next job of a sweep writes to its own file."""
     for name in NAMES:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -33,11 +32,11 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line. Reopening cuts rows after `last_step`: a resumed run writes them again."""
+    """One JSON object a line. Rows after `last_step` (-1: all) are cut: a resumed run writes them again."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         rows = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= last_step]
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.new")
         temporary.write_text("".join(rows), encoding="utf-8")
         temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
@@ -58,7 +57,7 @@ class TensorBoard:
     def __init__(self, folder: Path, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1 if last_step else None)
+        self._writer = SummaryWriter(str(folder), purge_step=last_step + 1)
 
     def write(self, step: int, values: Values) -> None:
         """Add every number of the row; text has no place in a curve."""

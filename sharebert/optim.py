@@ -74,7 +74,7 @@ def load_optimizer_state_by_name(
     for name, values in state.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
-            # AdamW's step counter is a float32 tensor of its own device rules: it stays as it was saved.
+            # The step counter too: fused AdamW wants it where the parameter is.
             key: value.to(parameter.device) if isinstance(value, Tensor) else value
             for key, value in values.items()
         }

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 
-from data_prep.cache import find_prepared
+from data_prep.cache import open_planned, plan_corpus
 from data_prep.prepare import prepare_corpus
 from sharebert import checkpoint, distributed
 from sharebert.checkpoint import CheckpointFolder
@@ -26,15 +27,15 @@ from sharebert.data.masking import Vocabulary, build_vocabulary, num_slots
 from sharebert.evaluate import Evaluator
 from sharebert.flops import flops_per_update, measure_matmul_peak
 from sharebert.launch import EXIT_FINISHED, EXIT_STOPPED, Ranks, StopSignals
-from sharebert.log import close_log_file, open_log_file
+from sharebert.log import close_log_file, note_in_log_file, open_log_file
 from sharebert.metrics import Progress, Recorder, build_sinks, check_extras
-from sharebert.precision import Precision, resolve_compile, resolve_device, resolve_precision
-from sharebert.provenance import describe_origin
+from sharebert.precision import Precision, resolve_device
+from sharebert.provenance import command_line, describe_origin
+from sharebert.resolve import resolve
 from sharebert.run_folder import RunFolder, find_start, refuse_other_configuration, refuse_other_corpus
 from sharebert.share_map import draw_share_map
-from sharebert.train_state import TrainState, build_train_state
+from sharebert.train_state import TrainState, build_train_state, check_init_from
 from sharebert.trainer import Trainer
-from sharebert.unshare_policy import resolve_unshare_step
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
         folder: the run folder; made when it is not there.
 
     Raises:
-        ConfigError: the request is wrong, or does not fit what the run folder holds; nothing was changed there.
+        ConfigError: the request is wrong, or does not fit what the run folder holds; no checkpoint was touched.
     """
     check_extras(config.logging)
     check_world_size(config, ranks.world_size)
@@ -65,60 +66,56 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
         if ranks.rank == 0:
             open_log_file(folder / "log.txt")
             closing.callback(close_log_file)
-        corpus = _wait_for_corpus(config, ranks)
+            closing.push(_status_on_error(run))
+        corpus = _wait_for_corpus(config, ranks, run)
         return _train(config, run, corpus, device, start, closing)
 
 
 def _enter(run: RunFolder, config: TrainConfig, device: torch.device) -> tuple[Path | None, bool]:
     """Rank 0: own the run folder; the checkpoint to go on from, and whether there is nothing left to do."""
     run.open(replace=config.checkpoint.resume == "never")
-    start = find_start(run, config.checkpoint.resume)
-    if start is None:
-        return None, False
-    meta = checkpoint.read_meta(start)
-    resolved, _ = resolve(config, device, meta)
-    refuse_other_configuration(meta["config"], resolved, run.path)
-    is_finished = run.read_status().get("state") == "finished" and meta["step"] >= config.max_steps
-    return start, is_finished
+    start, step = find_start(run, config.checkpoint.resume), 0
+    if start is not None:
+        meta = checkpoint.read_meta(start)
+        resolved, _ = resolve(config, device, meta)
+        refuse_other_configuration(meta["config"], resolved, run.path)
+        step = meta["step"]
+        if step >= config.max_steps and run.read_status().get("state") == "finished":
+            return start, True
+    elif config.init_from is not None:
+        check_init_from(config)
+    run.write_status("running", step)
+    return start, False
 
 
-def _wait_for_corpus(config: TrainConfig, ranks: Ranks) -> PreparedCorpus:
-    """The prepared corpus; the first rank of each machine makes it when it is not there.
+def _status_on_error(run: RunFolder) -> Callable[..., None]:
+    """Whatever ends the run early is in `status.json`, for programs, and in `log.txt`."""
+
+    def exit_(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            status = run.read_status()
+            if status.get("state") != "failed":  # else with the step, by whoever knew it
+                run.write_failure(error, status.get("step", 0))
+            note_in_log_file("".join(traceback.format_exception(error)))
+
+    return exit_
+
+
+def _wait_for_corpus(config: TrainConfig, ranks: Ranks, run: RunFolder) -> PreparedCorpus:
+    """The prepared corpus, checked; the first rank of each machine makes it when it is not there.
 
     The others look for it rather than wait in a collective, which would run into the group's time limit.
     """
     if ranks.local_rank == 0:
-        return prepare_corpus(config.data, progress=ranks.rank == 0 and sys.stderr.isatty())
-    while (corpus := find_prepared(config.data)) is None:
-        time.sleep(1.0)
-    return corpus
-
-
-def resolve(config: TrainConfig, device: torch.device, meta: dict[str, Any] | None) -> tuple[TrainConfig, Precision]:
-    """Every `auto` and null of the engine, and the unshare step, made explicit by fixed rules.
-
-    Args:
-        config: as composed.
-        device: of this process.
-        meta: of the checkpoint to go on from, whose precision is taken for `auto`.
-    """
-    engine = config.engine
-    if meta is not None and engine.precision == "auto":
-        engine = dataclasses.replace(engine, precision=meta["config"]["engine"]["precision"])
-    precision = resolve_precision(engine, device)
-    local_batch = config.global_batch_size // distributed.world_size()
-    bound = min(engine.micro_batch_size or local_batch, local_batch)
-    workers = engine.num_workers
-    engine = dataclasses.replace(
-        engine,
-        device=device.type,
-        precision=precision.name,
-        compile=str(resolve_compile(engine, device)).lower(),
-        micro_batch_size=next(size for size in range(bound, 0, -1) if local_batch % size == 0),
-        num_workers=workers if workers is not None else (2 if device.type == "cuda" else 0),
-    )
-    unshare = dataclasses.replace(config.unshare, step=resolve_unshare_step(config))
-    return dataclasses.replace(config, engine=engine, unshare=unshare), precision
+        corpus = prepare_corpus(config.data, progress=ranks.rank == 0 and sys.stderr.isatty())
+        corpus.verify()  # about 1 s per GB; training on damaged tokens would never show
+        return corpus
+    plan = plan_corpus(config.data)
+    while (found := open_planned(plan)) is None:
+        if (status := run.read_status()).get("state") == "failed":
+            raise distributed.RankZeroError(status["reason"])
+        time.sleep(0.5)
+    return found
 
 
 def _train(
@@ -129,7 +126,10 @@ def _train(
     start: Path | None,
     closing: contextlib.ExitStack,
 ) -> int:
-    """Build every part, train, and leave a status behind."""
+    """Build every part and train."""
+    if config.engine.compile != "false":
+        torch.compiler.reset()  # jobs of a sweep share the layers' code, and torch gives up after some recompilations
+    describe_origin()  # remembered: the commit of the code that runs, whatever is committed meanwhile
     meta = checkpoint.read_meta(start) if start is not None else {}
     config, precision = resolve(config, device, meta or None)
     if meta:
@@ -143,7 +143,8 @@ def _train(
     evaluator = _build_evaluator(config, corpus, vocabulary, precision)
     stop = closing.enter_context(StopSignals())
     distributed.on_rank_zero(lambda: _claim(run, config, state))
-    recorder = _build_recorder(config, run, state, meta.get("wandb_run_id"))
+    last_step = state.counters.step if meta else -1
+    recorder = _build_recorder(config, run, last_step, meta.get("wandb_run_id"))
     closing.callback(recorder.close)
     flops = _flops(config, corpus.vocab_size)
     peak = measure_matmul_peak(device, precision.dtype) * distributed.world_size()
@@ -165,34 +166,37 @@ def _train(
 
     trainer = Trainer(config, state, precision, evaluator, recorder, save, stop, flops, peak)
     _announce(config, state, corpus, start)
-    return _fit(trainer, windows, run, stop)
-
-
-def _fit(trainer: Trainer, windows: Any, run: RunFolder, stop: StopSignals) -> int:
-    """Train; whatever happens, `status.json` says it."""
-    is_first, counters = distributed.rank() == 0, trainer.counters
     try:
         is_finished = trainer.fit(windows)
     except BaseException as error:
-        if is_first:
-            with contextlib.suppress(OSError):  # on a full disk the first error is the one to hear of
-                run.write_status("failed", counters.step, f"{type(error).__name__}: {error}")
+        if distributed.rank() == 0:
+            run.write_failure(error, state.counters.step)
         raise
-    if is_first:
-        outcome, reason = ("finished", "") if is_finished else ("stopped", stop.received or "asked on another rank")
-        run.write_status(outcome, counters.step, reason)
-        draw_curves(run.path)
-        unshare = trainer.config.unshare
-        draw_share_map(run.path, unshare.unit_layers, unshare.threshold)
-        if explanation := trainer.policy.explain():
-            logger.info(explanation)
-        logger.info("%s at step %d of %d: %s", outcome, counters.step, trainer.config.max_steps, run.path)
+    if distributed.rank() == 0:
+        _leave(run, trainer, is_finished, stop.received or "asked on another rank")
     return EXIT_FINISHED if is_finished else EXIT_STOPPED
+
+
+def _leave(run: RunFolder, trainer: Trainer, is_finished: bool, stop_reason: str) -> None:
+    """Rank 0: status, pictures and last words."""
+    outcome, step = ("finished" if is_finished else "stopped"), trainer.counters.step
+    run.write_status(outcome, step, "" if is_finished else stop_reason)
+    unshare = trainer.config.unshare
+    try:
+        draw_curves(run.path)
+        draw_share_map(run.path, unshare.unit_layers, unshare.threshold)
+    except Exception:  # a picture is not worth a failed run
+        logger.exception("curves.png or share_map.png could not be drawn")
+    if explanation := trainer.policy.explain(step):
+        logger.info(explanation)
+    logger.info("%s at step %d of %d: %s", outcome, step, trainer.config.max_steps, run.path)
 
 
 def _claim(run: RunFolder, config: TrainConfig, state: TrainState) -> None:
     """Rank 0: from here on the folder says that this run is running."""
-    checkpoint.check_free_space(run.path, 3 * 4 * state.effective_parameters())  # fp32 weights and two moments
+    always = config.unshare.policy == "always"
+    parameters = state.unique_parameters() if always else state.effective_parameters()
+    checkpoint.check_free_space(run.path, 3 * 4 * parameters)  # fp32 weights and two moments
     run.write_config(config)
     run.write_status("running", state.counters.step)
 
@@ -232,10 +236,10 @@ def _build_evaluator(
     return Evaluator(batches, corpus.vocab_size, precision)
 
 
-def _build_recorder(config: TrainConfig, run: RunFolder, state: TrainState, wandb_run_id: str | None) -> Recorder:
-    step, is_first = state.counters.step, distributed.rank() == 0
-    sinks = build_sinks(run.path, config, step, wandb_run_id) if is_first else []
-    return Recorder(sinks, Progress(step, config.max_steps, enabled=is_first))
+def _build_recorder(config: TrainConfig, run: RunFolder, last_step: int, wandb_run_id: str | None) -> Recorder:
+    is_first = distributed.rank() == 0
+    sinks = build_sinks(run.path, config, last_step, wandb_run_id) if is_first else []
+    return Recorder(sinks, Progress(max(0, last_step), config.max_steps, enabled=is_first))
 
 
 def _flops(config: TrainConfig, vocab_size: int) -> int:
@@ -255,6 +259,7 @@ def _describe(
         "corpus": corpus.content_hashes,
         "world_size": distributed.world_size(),
         "wandb_run_id": wandb_run_id,
+        "command_line": command_line(),
         **describe_origin(),
     }
 
@@ -283,6 +288,11 @@ def _announce(config: TrainConfig, state: TrainState, corpus: PreparedCorpus, st
     if config.optim.warmup_steps > config.max_steps:
         message = "optim.warmup_steps=%d is more than max_steps=%d: the rate will not reach optim.lr"
         logger.warning(message, config.optim.warmup_steps, config.max_steps)
+    every = config.unshare.check_every
+    if config.unshare.policy in ("adaptive", "multi_step") and every is not None and every > config.max_steps:
+        logger.warning(
+            "unshare.check_every=%d is more than max_steps=%d: nothing will unshare", every, config.max_steps
+        )
     begin = f"goes on from {start}" if start is not None else "starts"
     logger.info("%s at step %d of %d", begin, state.counters.step, config.max_steps)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import shlex
 import subprocess
@@ -15,12 +16,20 @@ import sharebert
 LIBRARIES = ("torch", "numpy", "tokenizers", "datasets", "safetensors", "hydra-core", "omegaconf")
 
 
+def command_line() -> str:
+    """The command that runs, as a shell would take it."""
+    return " ".join([sys.argv[0], *map(shlex.quote, sys.argv[1:])])
+
+
+@functools.cache
 def describe_origin() -> dict[str, Any]:
-    """Version and git commit of sharebert, the command line, and the versions of what it stands on."""
+    """Version and git commit of sharebert, and the versions of what it stands on.
+
+    As at the first call: what runs is what was imported, whatever is committed meanwhile.
+    """
     return {
         "sharebert_version": sharebert.__version__,
         "git_commit": _git_commit(),
-        "command_line": " ".join([sys.argv[0], *map(shlex.quote, sys.argv[1:])]),
         "library_versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
     }
 

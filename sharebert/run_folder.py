@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,21 @@ from omegaconf import OmegaConf
 from sharebert.checkpoint import (
     CheckpointError,
     find_newest_good,
+    free_name,
     list_checkpoints,
     read_meta,
     remove_leftovers,
-    set_aside,
     verify,
 )
 from sharebert.config import ConfigError, TrainConfig, flatten, to_dict
+
+logger = logging.getLogger(__name__)
+
+OF_A_RUN = (
+    *("checkpoints", "config.yaml", "status.json", "metrics.jsonl", "log.txt"),
+    *("curves.png", "share_map.png", "tensorboard", "wandb"),
+)
+"""What a run leaves in its folder."""
 
 MAY_DIFFER = (
     "run_name",
@@ -65,15 +74,22 @@ class RunFolder:
         try:
             self._lock_folder()
             if replace and list_checkpoints(self.checkpoints):
-                self.close()
-                set_aside(self.path, "replaced")
-                self._lock_folder()
+                self._move_aside()
             remove_leftovers(self.checkpoints)
         except Timeout as error:
             message = f"run folder {self.path}: another process is running in it; expected it free, or another run_name"
             raise ConfigError(message) from error
         except OSError as error:
             raise ConfigError(f"run folder {self.path}: cannot be written ({error.strerror})") from error
+
+    def _move_aside(self) -> None:
+        """Move what a run leaves into a folder of its own; jobs of a sweep below this folder stay."""
+        target = free_name(self.path, "replaced")
+        target.mkdir()
+        for name in OF_A_RUN:
+            if (self.path / name).exists():
+                (self.path / name).rename(target / name)
+        logger.warning("moved the run that was in %s to %s", self.path, target)
 
     def _lock_folder(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -95,6 +111,11 @@ class RunFolder:
         status = {"state": state, "step": step, "reason": reason}
         write_atomically(self.path / "status.json", json.dumps(status) + "\n")
 
+    def write_failure(self, error: BaseException, step: int) -> None:
+        """The same for an error; says nothing where the disk is full, so that the first error is heard of."""
+        with contextlib.suppress(OSError):
+            self.write_status("failed", step, f"{type(error).__name__}: {error}")
+
     def read_status(self) -> dict[str, Any]:
         """What :meth:`write_status` wrote last; empty before."""
         try:
@@ -108,10 +129,11 @@ def find_start(run: RunFolder, resume: str) -> Path | None:
     """The checkpoint to go on from, or None to start at step 0.
 
     The newest good checkpoint of the run folder; for a path, that checkpoint unless the folder already went on
-    from it. A path inside the run folder goes back to it: later checkpoints are moved aside.
+    from it.
 
     Raises:
-        ConfigError: `resume` names a checkpoint that is not there or is damaged.
+        ConfigError: `resume` names a checkpoint that is not there or is damaged, or an older one of this very
+            folder: going back would leave two histories in it.
     """
     newest = find_newest_good(run.checkpoints)
     if resume in ("auto", "never"):
@@ -121,17 +143,15 @@ def find_start(run: RunFolder, resume: str) -> Path | None:
         step = verify(chosen)["step"]
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.resume={resume!r}: expected a whole checkpoint ({error})") from error
-    if chosen.parent == run.checkpoints.resolve():
-        for entry in list_checkpoints(run.checkpoints):
-            if entry.step > step:
-                set_aside(entry.path, "replaced")
-        return chosen
+    if newest is not None and chosen.parent == run.checkpoints.resolve() and read_meta(newest)["step"] > step:
+        expected = f"its newest checkpoint, {newest.name} (or auto), or another run_name to go on from there again"
+        raise ConfigError(f"checkpoint.resume={resume!r}: the run folder is past it; expected {expected}")
     return newest if newest is not None and read_meta(newest)["step"] >= step else chosen
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file as a whole: a reader sees the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.new")  # one process at a time: the run folder is locked
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 

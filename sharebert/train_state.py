@@ -154,6 +154,22 @@ def _fresh_model(config: TrainConfig, vocab_size: int) -> tuple[Bert, SharedLaye
     return model, SharedLayers(model.encoder.layers, unit_layers)
 
 
+def check_init_from(config: TrainConfig) -> None:
+    """Refuse, before any work, an `init_from` that is not there, is damaged, or is of another size.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    try:
+        meta = checkpoint.verify(Path(str(config.init_from)))
+    except checkpoint.CheckpointError as error:
+        raise ConfigError(f"init_from={config.init_from!r}: expected a whole checkpoint ({error})") from error
+    saved, now = meta["config"]["model"], to_dict(config.model)
+    for key in ("num_layers", "hidden_size", "num_heads", "intermediate_size", "max_position_embeddings", "norm"):
+        if saved[key] != now[key]:
+            raise ConfigError(f"model.{key}={now[key]!r}: expected {saved[key]!r}, as in init_from={config.init_from}")
+
+
 def name_in_unit(name: str, unit_layers: int) -> str:
     """The name that a parameter of layer i has in common with those of layers i + A, i + 2A, ...
 
@@ -165,14 +181,11 @@ def name_in_unit(name: str, unit_layers: int) -> str:
 
 def _initial_model(config: TrainConfig, vocab_size: int) -> Bert:
     """The weights of `init_from`, every layer by itself; sizes have to agree, dropout may differ."""
-    path = Path(str(config.init_from))
-    model, sharing, meta = load_model(path)
-    saved, now = meta["config"]["model"], to_dict(config.model)
-    for key in ("num_layers", "hidden_size", "num_heads", "intermediate_size", "max_position_embeddings", "norm"):
-        if saved[key] != now[key]:
-            raise ConfigError(f"model.{key}={now[key]!r}: expected {saved[key]!r}, as in init_from={path}")
+    check_init_from(config)
+    model, sharing, meta = load_model(Path(str(config.init_from)))
     if meta["vocab_size"] != vocab_size:
-        raise ConfigError(f"init_from={path}: vocabulary of {meta['vocab_size']}, expected {vocab_size} as in the data")
+        came = f"init_from={config.init_from}: a vocabulary of {meta['vocab_size']}"
+        raise ConfigError(f"{came}, expected {vocab_size} as in the data")
     sharing.unshare()
     fresh = Bert(config.model, vocab_size)
     fresh.load_state_dict(model.state_dict())

@@ -92,8 +92,8 @@ class Trainer:
             if not goes_on or (self.counters.step < self.config.max_steps and self.stop_is_agreed()):
                 goes_on = False
                 break
-        if not goes_on:
-            self._save()
+        if not goes_on and self._unshared_at <= self.counters.step:
+            self._save()  # else layers were unshared for an update that was not completed: the save before that stands
         return goes_on
 
     def maybe_unshare(self) -> None:

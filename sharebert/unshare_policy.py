@@ -81,8 +81,8 @@ class UnsharePolicy:
         above = sum(value >= self.config.threshold for value in measured)
         return f"{above}/{len(measured)} pairs above {self.config.threshold:g}"
 
-    def explain(self) -> str:
-        """Why layers still share, for the end of a run; empty where nothing has to be explained."""
+    def explain(self, step: int) -> str:
+        """Why layers still share after `step` updates, for the end of a run; empty where nothing is to be explained."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,17 +111,17 @@ class WatchingPolicy(UnsharePolicy):
         """Whether a check may lead to a decision."""
         return check.update >= self.config.earliest_step and len(self.groups) < self.num_units
 
-    def explain(self) -> str:
+    def explain(self, step: int) -> str:
         """The last correlations, where something still shares."""
-        if len(self.groups) == self.num_units:
+        groups = self.groups_for(step + 1)
+        if len(groups) == self.num_units:
             return ""
         if self.last_check is None:
-            return (
-                f"still shared in {len(self.groups)} group(s): unshare.check_every={self.config.check_every} came never"
-            )
+            every = self.config.check_every
+            return f"still shared in {len(groups)} group(s): no check so far (unshare.check_every={every})"
         shown = " ".join("-" if value is None else f"{value:.2f}" for value in self.last_check.correlations)
         return (
-            f"still shared in {len(self.groups)} group(s): at the last check (update {self.last_check.update}) "
+            f"still shared in {len(groups)} group(s): at the last check (update {self.last_check.update}) "
             f"{self.describe_check()}; correlations of adjacent units: {shown}"
         )
 
@@ -200,9 +200,11 @@ class MultiStepPolicy(WatchingPolicy):
         text = super().describe_check()
         if not text:
             return ""
-        inside = [boundary for first, stop in self.groups for boundary in range(first, stop - 1)]
+        assert self.last_check is not None
+        groups = self.groups_for(self.last_check.update + 1)
+        inside = [boundary for first, stop in groups for boundary in range(first, stop - 1)]
         longest = max((self.rows[boundary] for boundary in inside), default=0)
-        return f"{text}, {longest}/{self.config.patience} checks, {len(self.groups)} groups"
+        return f"{text}, {longest}/{self.config.patience} checks, {len(groups)} groups"
 
     def state_dict(self) -> dict[str, Any]:
         """As the base class, and the rows."""

@@ -78,7 +78,7 @@ class RecordedRows(Recorder):
 def build_trainer(
     config: TrainConfig, folder: Path, dtype: torch.dtype = torch.float32, start: Path | None = None
 ) -> tuple[Trainer, RecordedRows]:
-    """A trainer as `pretrain` builds it, that saves nothing."""
+    """A trainer as `pretrain` builds it; its saves gather everything and write nothing."""
     device = torch.device("cpu")
     precision = resolve_precision(config.engine, device)
     state = build_train_state(config, VOCABULARY.vocab_size, device, precision, start)
@@ -95,8 +95,11 @@ def build_trainer(
     )
     recorder = RecordedRows()
     evaluator = Evaluator(batches, VOCABULARY.vocab_size, precision)
-    saved: list[bool] = []
-    return Trainer(config, state, precision, evaluator, recorder, saved.append, StopSignals(), 1, 1.0), recorder
+
+    def save(before_unsharing: bool) -> None:
+        state.tensors(), state.state_dict(), state.describe()
+
+    return Trainer(config, state, precision, evaluator, recorder, save, StopSignals(), 1, 1.0), recorder
 
 
 def windows(config: TrainConfig, folder: Path, first_update: int = 0) -> Iterator[Window]:

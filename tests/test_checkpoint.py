@@ -23,11 +23,11 @@ from sharebert.checkpoint import (
     CheckpointFolder,
     check_free_space,
     find_newest_good,
+    free_name,
     list_checkpoints,
     load_tensors,
     load_training_state,
     read_meta,
-    set_aside,
     verify,
 )
 
@@ -122,11 +122,50 @@ def test_other_folders_and_links_are_none_of_ours(folder: CheckpointFolder) -> N
     assert [entry.step for entry in list_checkpoints(folder.path)] == [10]
 
 
-def test_moving_aside_never_overwrites(tmp_path: Path) -> None:
-    for _ in range(2):
-        (tmp_path / "run").mkdir()
-        set_aside(tmp_path / "run", "replaced")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.replaced-1", "run.replaced-2"]
+def test_a_name_to_move_something_to_is_free(tmp_path: Path) -> None:
+    for number in (1, 2):
+        free_name(tmp_path / "run", "replaced").mkdir()
+        assert (tmp_path / f"run.replaced-{number}").is_dir()
+
+
+def test_retention_counts_no_damaged_checkpoint_that_lies_ahead(folder: CheckpointFolder) -> None:
+    """A run that goes on from 10 past a damaged 30 must not take 30 for its newest."""
+    folder.keep_last = 3
+    save(folder, 10)
+    for step in (30, 40):
+        (save(folder, step) / "model.safetensors").write_bytes(b"")
+    folder.keep_last = 1
+    saved = save(folder, 20)
+    assert find_newest_good(folder.path) == saved
+    assert [entry.step for entry in list_checkpoints(folder.path)] == [20, 30, 40]
+
+
+def test_a_deletion_that_was_killed_leaves_no_half_checkpoint(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(BaseException):
+        pass
+
+    def die(path: Path, **_: object) -> None:
+        if path.name.startswith(".deleting"):
+            (path / "meta.json").unlink()
+            raise KilledError
+
+    for step in (10, 20):
+        save(folder, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(KilledError):
+            save(folder, 30)
+    assert [entry.step for entry in list_checkpoints(folder.path)] == [20, 30]
+    checkpoint.remove_leftovers(folder.path)
+    assert names(folder) == ["latest", "step-00000020-shared", "step-00000030-shared"]
+
+
+def test_within_a_step_the_later_phase_is_the_newer(folder: CheckpointFolder) -> None:
+    for phase in ("unshared", "shared", "partly-shared"):
+        save(folder, 10, phase)
+    assert [entry.phase for entry in list_checkpoints(folder.path)] == ["partly-shared", "unshared"]
 
 
 def test_a_newer_format_is_refused(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:

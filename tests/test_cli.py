@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from omegaconf import OmegaConf
 import sharebert
 from sharebert import cli
 from sharebert.cli import job_folder, main
-from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
+from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
+from sharebert.update import Updater
 
 CONF = Path(__file__).parent.parent / "conf"
 VERBS = ("train", "prepare", "evaluate", "inspect")
@@ -325,3 +327,20 @@ def test_inspect_and_evaluate_tell_a_checkpoint_for_people_and_for_programs(
     assert figures["eval/targets"] > 0
     assert main(["evaluate", f"{checkpoints}/latest", "--files", str(text_file)]) == EXIT_FINISHED
     assert "eval/unigram_loss" in capsys.readouterr().out
+
+
+def test_a_stopped_job_stops_its_sweep(train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    original = Updater._apply
+
+    def apply(self: Updater, measures_ratio: bool) -> object:
+        if self.state.counters.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, measures_ratio)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "_apply", apply)
+        assert train("-m", "seed=1,2", "run_name=sweep") == EXIT_STOPPED
+    assert [path.name for path in sorted(tmp_path.glob("outputs/sweep/*/status.json"))] == ["status.json"]
+    assert train("-m", "seed=1,2", "run_name=sweep") == EXIT_FINISHED
+    states = [json.loads(path.read_text())["state"] for path in tmp_path.glob("outputs/sweep/*/status.json")]
+    assert states == ["finished", "finished"]

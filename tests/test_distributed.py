@@ -87,6 +87,18 @@ def read_rows(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def test_ranks_with_unequal_shares_of_the_held_out_text_do_not_wait_for_each_other(
+    train: Train, small_run: list[str], tmp_path: Path
+) -> None:
+    options = ["max_steps=2", "unshare.step=2", "evaluation.max_sequences=5", "engine.micro_batch_size=2"]
+    status, errors = torchrun(small_run, f"output_dir={tmp_path}/outputs", "run_name=two", *options)
+    assert status == 0, errors
+    assert "Warning" not in errors.replace("OMP_NUM_THREADS", "")
+    train("run_name=one", *options)
+    one, two = (read_rows(tmp_path / "outputs" / name) for name in ("one", "two"))
+    assert one[-1]["eval/loss"] == pytest.approx(two[-1]["eval/loss"], rel=1e-4)
+
+
 def test_an_error_on_one_rank_ends_all_with_its_traceback_once(small_run: list[str], tmp_path: Path) -> None:
     site = tmp_path / "site"
     site.mkdir()

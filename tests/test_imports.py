@@ -19,7 +19,7 @@ data_prep.prepare data_prep.cache data_prep.encode data_prep.documents data_prep
     data_prep.text_files data_prep.python_docs data_prep.tokenizer data_prep.sample data_prep.clean data_prep
     sharebert.trainer sharebert.update
 sharebert.train_state sharebert.run_folder sharebert.checkpoint sharebert.evaluate
-    sharebert.share_map sharebert.curves sharebert.metrics
+    sharebert.share_map sharebert.curves sharebert.metrics sharebert.resolve
 sharebert.unshare_policy sharebert.gradient_probe sharebert.optim sharebert.sharing sharebert.loss sharebert.schedule
     sharebert.flops sharebert.model.convert sharebert.model.bert sharebert.model.layers sharebert.model.heads
     sharebert.model sharebert.data.loader sharebert.data.masking sharebert.data.sampler

@@ -43,13 +43,16 @@ def test_the_first_signal_is_remembered_and_handlers_come_back() -> None:
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
-def test_a_second_signal_ends_the_process_at_once() -> None:
+def test_a_signal_later_than_an_echo_ends_the_process_at_once() -> None:
     script = (
         "import os, signal\n"
+        "import sharebert.launch\n"
         "from sharebert.launch import StopSignals\n"
         "with StopSignals():\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    for _ in range(3):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print('still here', flush=True)\n"
+        "    sharebert.launch.ECHO_SECONDS = 0.0\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print('not any more', flush=True)\n"
     )

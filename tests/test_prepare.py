@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data_prep import prepare
-from data_prep.cache import corpus_key, default_cache_dir, find_prepared, plan_corpus
+from data_prep.cache import default_cache_dir, open_planned, plan_corpus
 from data_prep.encode import TextEncoder
 from data_prep.prepare import prepare_corpus, tokenize_files
 from sharebert.config import ConfigError, DataConfig
@@ -89,17 +89,17 @@ def test_the_second_run_does_no_work(config, monkeypatch):
     monkeypatch.setattr(prepare, "_build", lambda *arguments: pytest.fail("prepared again"))
     second = prepare_corpus(config)
     assert (second.folder, second.meta) == (first.folder, first.meta)
-    assert find_prepared(config).content_hashes == first.content_hashes
+    assert open_planned(plan_corpus(config)).content_hashes == first.content_hashes
 
 
 def test_nothing_is_found_before_preparation_and_no_folder_is_made(config, tmp_path):
-    assert find_prepared(config) is None
+    assert open_planned(plan_corpus(config)) is None
     assert not (tmp_path / "cache").exists()
 
 
 def test_sequence_length_and_processes_are_not_part_of_the_key(config, tmp_path):
     same = replace(config, seq_len=512, num_proc=3, cache_dir=str(tmp_path / "elsewhere"))
-    assert corpus_key(same) == corpus_key(config)
+    assert plan_corpus(same).key == plan_corpus(config).key
 
 
 @pytest.mark.parametrize(
@@ -113,30 +113,30 @@ def test_sequence_length_and_processes_are_not_part_of_the_key(config, tmp_path)
     ],
 )
 def test_options_that_change_the_result_change_the_key(config, change):
-    assert corpus_key(replace(config, **change)) != corpus_key(config)
+    assert plan_corpus(replace(config, **change)).key != plan_corpus(config).key
 
 
 def test_a_changed_file_of_the_same_name_size_and_time_is_noticed(config):
-    path, before = config.files[0], corpus_key(config)
+    path, before = config.files[0], plan_corpus(config).key
     stat = os.stat(path)
     with open(path, "r+b") as file:
         file.seek(11)
         file.write(b"X")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert os.stat(path).st_size == stat.st_size
-    assert corpus_key(config) != before
+    assert plan_corpus(config).key != before
 
 
 def test_a_moved_file_of_the_same_content_is_the_same_corpus(config, tmp_path):
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes((tmp_path / "texts" / "all.jsonl").read_bytes())
-    assert corpus_key(replace(config, files=[str(moved)])) == corpus_key(config)
+    assert plan_corpus(replace(config, files=[str(moved)])).key == plan_corpus(config).key
 
 
 def test_options_of_a_trained_tokenizer_do_not_count_for_a_given_one(config):
     given = str(prepare_corpus(config).tokenizer_path)
     with_tokenizer = replace(config, tokenizer=given)
-    assert corpus_key(replace(with_tokenizer, vocab_size=999, lowercase=False)) == corpus_key(with_tokenizer)
+    assert plan_corpus(replace(with_tokenizer, vocab_size=999, lowercase=False)).key == plan_corpus(with_tokenizer).key
     assert prepare_corpus(with_tokenizer).train.tokens.tolist() == prepare_corpus(config).train.tokens.tolist()
 
 
@@ -173,7 +173,7 @@ def test_two_processes_at_once_do_the_work_once(config):
     assert [process.exitcode for process in processes] == [0, 0]
     assert builds.get(timeout=5)
     assert builds.empty()
-    find_prepared(config).verify()
+    open_planned(plan_corpus(config)).verify()
 
 
 @pytest.mark.processes
@@ -241,7 +241,7 @@ def test_a_damaged_corpus_is_named_and_prepared_again(config, caplog):
     good = prepare_corpus(config)
     path = good.folder / "train" / "tokens.bin"
     path.write_bytes(path.read_bytes()[:100])
-    assert find_prepared(config) is None
+    assert open_planned(plan_corpus(config)) is None
     assert "tokens.bin" in caplog.text
     assert prepare_corpus(config).content_hashes == good.content_hashes
 
@@ -276,7 +276,7 @@ def test_python_docs_are_prepared_and_found_again(tmp_path):
     assert corpus.meta["sources"][0]["name"] == "python_docs"
     assert corpus.train.num_tokens > 400_000
     assert corpus.validation.num_tokens > 10_000
-    assert PreparedCorpus.open(corpus.folder).content_hashes == find_prepared(config).content_hashes
+    assert PreparedCorpus.open(corpus.folder).content_hashes == open_planned(plan_corpus(config)).content_hashes
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

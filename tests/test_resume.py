@@ -13,7 +13,7 @@ from conftest import Train
 from safetensors.torch import load_file
 
 from sharebert.checkpoint import list_checkpoints, load_training_state, read_meta
-from sharebert.launch import EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
+from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 from sharebert.update import Updater
 
 
@@ -62,7 +62,7 @@ def assert_equal_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Te
 
 # Unsharing is at update 6, so the last shared step is 5; an epoch is about 90 updates of 8 sequences.
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("killed_at", [[3], [5], [6], [9], [4, 8]])
+@pytest.mark.parametrize("killed_at", [[1], [3], [5], [6], [9], [4, 8]])
 def test_a_killed_run_resumes_bit_for_bit(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: list[int], workers: int
 ) -> None:
@@ -108,6 +108,61 @@ def test_a_stop_signal_finishes_the_update_saves_and_exits_75(
     assert train("run_name=stopped") == EXIT_FINISHED
     train("run_name=straight")
     assert_equal_bits(final_state(tmp_path / "outputs/straight"), final_state(run))
+
+
+def test_a_stop_in_the_unfinished_update_after_a_split_keeps_the_checkpoint_before_it(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharebert.trainer.LONG_UPDATE_SECONDS", -1.0)
+    original = Updater._reduction
+
+    def reduction(self: Updater, is_on: bool) -> object:
+        if self.state.counters.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, is_on)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "_reduction", reduction)
+        assert train("run_name=stopped", "engine.micro_batch_size=2") == EXIT_STOPPED
+    names = [entry.path.name for entry in list_checkpoints(tmp_path / "outputs/stopped/checkpoints")]
+    assert names == ["step-00000005-shared"]
+    assert train("run_name=stopped", "engine.micro_batch_size=2") == EXIT_FINISHED
+    train("run_name=straight", "engine.micro_batch_size=2")
+    assert_equal_bits(final_state(tmp_path / "outputs/straight"), final_state(tmp_path / "outputs/stopped"))
+
+
+def test_an_error_is_in_the_status_and_in_the_log_file(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Updater, "_apply", lambda self, measures_ratio: 1 / 0)
+        assert train("run_name=a") == EXIT_FAILED
+    status = json.loads((tmp_path / "outputs/a/status.json").read_text())
+    assert status == {"state": "failed", "step": 0, "reason": "ZeroDivisionError: division by zero"}
+    assert "ZeroDivisionError" in (tmp_path / "outputs/a/log.txt").read_text()
+    assert capsys.readouterr().err.count("ZeroDivisionError") == 1
+    assert train("run_name=a") == EXIT_FINISHED
+
+
+def test_a_picture_that_cannot_be_drawn_fails_no_run(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(run: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sharebert.pretrain.draw_curves", full_disk)
+    assert train("run_name=a") == EXIT_FINISHED
+
+
+def test_damaged_tokens_are_refused(
+    train: Train, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [f"data.cache_dir={tmp_path}/cache"]
+    train("run_name=a", *options)
+    (tokens,) = (tmp_path / "cache").glob("*/train/tokens.bin")
+    data = bytearray(tokens.read_bytes())
+    data[100] ^= 1
+    tokens.write_bytes(data)
+    assert train("run_name=b", *options) == EXIT_FAILED
+    assert "tokens.bin: sha256" in capsys.readouterr().err
 
 
 def test_a_stop_during_a_long_update_keeps_the_last_completed_one(
@@ -216,6 +271,42 @@ def test_resume_from_a_path_goes_on_from_there_in_another_folder(train: Train, t
     assert train("run_name=b", f"checkpoint.resume={start}") == EXIT_FINISHED
     assert_equal_bits(final_state(tmp_path / "outputs/a"), final_state(tmp_path / "outputs/b"))
     assert train("run_name=c", "checkpoint.resume=/nowhere") == EXIT_USAGE
+
+
+def test_going_back_inside_a_run_folder_is_refused_and_changes_nothing(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("run_name=a")
+    start = tmp_path / "outputs/a/checkpoints/step-00000005-shared"
+    capsys.readouterr()
+    assert train("run_name=a", f"checkpoint.resume={start}") == EXIT_USAGE
+    assert "the run folder is past it" in capsys.readouterr().err
+    assert [entry.step for entry in list_checkpoints(start.parent)] == [5, 12]
+
+
+def test_a_bad_init_from_is_refused_before_any_work(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("init_from=/nowhere", "run_name=a") == EXIT_USAGE
+    assert "init_from='/nowhere': expected a whole checkpoint" in capsys.readouterr().err
+    train("run_name=b")
+    start = tmp_path / "outputs/b/checkpoints/latest"
+    assert train(f"init_from={start}", "run_name=c", "model.hidden_size=64") == EXIT_USAGE
+    assert "model.hidden_size=64: expected 32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["fixed", "never"])
+def test_a_run_that_starts_from_a_checkpoint_starts_at_its_loss(train: Train, tmp_path: Path, policy: str) -> None:
+    train("run_name=first")
+    start = tmp_path / "outputs/first/checkpoints/step-00000005-shared"
+    assert train("run_name=second", f"init_from={start}", f"unshare={policy}") == EXIT_FINISHED
+    first, second = (
+        [json.loads(line) for line in (tmp_path / f"outputs/{name}/metrics.jsonl").read_text().splitlines()]
+        for name in ("first", "second")
+    )
+    at_5 = next(row["eval/loss"] for row in first if row["step"] == 5 and "eval/loss" in row)
+    assert second[0]["step"] == 0
+    assert second[0]["eval/loss"] == pytest.approx(at_5, rel=1e-5)
 
 
 def test_two_processes_cannot_run_in_one_folder(

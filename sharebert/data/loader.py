@@ -49,11 +49,6 @@ class MicroBatch:
         moved = {name: t.to(device, non_blocking=non_blocking) for name, t in tensors.items() if t is not None}
         return replace(self, **moved)
 
-    def pin_memory(self) -> MicroBatch:
-        """The same in page-locked memory, from which a non-blocking copy to CUDA is truly that."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: tensor.pin_memory() for name, tensor in tensors.items() if tensor is not None})
-
 
 @dataclass(frozen=True)
 class Window:

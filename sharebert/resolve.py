@@ -1,0 +1,40 @@
+"""Every `auto` and null of a configuration made explicit, by fixed rules that a resumed run repeats."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from sharebert import distributed
+from sharebert.config import TrainConfig
+from sharebert.precision import Precision, resolve_compile, resolve_precision
+from sharebert.unshare_policy import resolve_unshare_step
+
+
+def resolve(config: TrainConfig, device: torch.device, meta: dict[str, Any] | None) -> tuple[TrainConfig, Precision]:
+    """The configuration as it is run, written and compared on a resume; and its number format.
+
+    Args:
+        config: as composed.
+        device: of this process.
+        meta: of the checkpoint to go on from, whose precision is taken for `auto`.
+    """
+    engine = config.engine
+    if meta is not None and engine.precision == "auto":
+        engine = dataclasses.replace(engine, precision=meta["config"]["engine"]["precision"])
+    precision = resolve_precision(engine, device)
+    local_batch = config.global_batch_size // distributed.world_size()
+    bound = min(engine.micro_batch_size or local_batch, local_batch)
+    workers = engine.num_workers
+    engine = dataclasses.replace(
+        engine,
+        device=device.type,
+        precision=precision.name,
+        compile=str(resolve_compile(engine, device)).lower(),
+        micro_batch_size=next(size for size in range(bound, 0, -1) if local_batch % size == 0),
+        num_workers=workers if workers is not None else (2 if device.type == "cuda" else 0),
+    )
+    unshare = dataclasses.replace(config.unshare, step=resolve_unshare_step(config))
+    return dataclasses.replace(config, engine=engine, unshare=unshare), precision
