@@ -1,6 +1,8 @@
 """Which folder a corpus is prepared in: a name made from the content of all that it depends on.
 
 Sequence length, masking and seeds are not part of it: training at another length needs no new preparation.
+A trained tokenizer has a name of its own, from what it depends on: it is kept when only the number of repeats
+changes. It is trained anew when the held-out share changes: the vocabulary must not know held-out text.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,8 @@ class CorpusPlan:
     sources: list[Source]
     options: dict[str, Any]
     """The options that the result depends on."""
+    tokenizer_path: Path | None
+    """Where the trained tokenizer is kept; None with a given one."""
 
 
 def plan_corpus(config: DataConfig) -> CorpusPlan:
@@ -48,25 +53,44 @@ def plan_corpus(config: DataConfig) -> CorpusPlan:
     Raises:
         ConfigError: a source or tokenizer that is not there.
     """
+    tokenizer = _tokenizer_options(config)
+    text_options = _text_options(config)
+    repeats = list(config.repeats) if any(number > 1 for number in config.repeats) else []
+    options = {**text_options, "repeats": repeats, "tokenizer": tokenizer}
+    sources = open_sources(config)
+    key = _key(sources, options)
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    tokenizer_path = None
+    if config.tokenizer is None:
+        tokenizer_path = cache_dir / f"tokenizer-{_key(sources, {**text_options, **tokenizer})[:16]}.json"
+    return CorpusPlan(cache_dir / f"{config.source}-{key[:16]}", key, sources, options, tokenizer_path)
+
+
+def _text_options(config: DataConfig) -> dict[str, Any]:
+    """Those that decide which documents there are, and in which split."""
     options: dict[str, Any] = {
         "validation_fraction": config.validation_fraction,
         "deduplicate": config.deduplicate,
-        "tokenizer": _tokenizer_options(config),
+        "min_characters": config.min_characters,
+        "max_characters": config.max_characters,
     }
     if config.source != "python_docs":
-        options["text_column"] = config.text_column
+        options |= {"text_column": config.text_column}
+        options |= {"txt_documents": config.txt_documents, "errors": config.errors}
     if config.source == "hf_dataset":
         options |= {"hf_name": config.hf_name, "hf_split": config.hf_split}
-    sources = open_sources(config)
+    return options
+
+
+def _key(sources: Sequence[Source], options: Mapping[str, Any]) -> str:
     content = {
         "format_version": FORMAT_VERSION,
         "text_rule_version": TEXT_RULE_VERSION,
         "sources": [(source.kind, source.sha256) for source in sources],
+        "groups": [source.group for source in sources] if options.get("repeats") else [],
         "options": options,
     }
-    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
-    return CorpusPlan(cache_dir / f"{config.source}-{key[:16]}", key, sources, options)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _tokenizer_options(config: DataConfig) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from data_prep.clean import clean_text
+from data_prep.clean import clean_and_count
+from data_prep.faults import Faults
 from data_prep.sources import Source
 from sharebert.config import DataConfig
 
@@ -20,16 +21,16 @@ class Document(NamedTuple):
     is_validation: bool
     sample_key: int
     """A second hash of the text, below 2**64: decides whether the tokenizer's sample holds it."""
+    group: int
+    """That of its source."""
 
 
 @dataclass
-class DocumentCounts:
-    """What was read and what was dropped, filled while the documents pass."""
+class DocumentCounts(Faults):
+    """What was read, dropped and repaired, filled while the documents pass."""
 
     by_source: list[int] = field(default_factory=list)
     """Documents read from each source, the dropped ones too."""
-    empty: int = 0
-    duplicate: int = 0
 
 
 class SeenDocuments:
@@ -76,15 +77,27 @@ def iterate_documents(sources: Sequence[Source], config: DataConfig, counts: Doc
     validation_below = int(config.validation_fraction * 2**64)
     for source in sources:
         counts.by_source.append(0)
-        for raw_text in source.read():
+        for raw_text in source.read(counts):
             counts.by_source[-1] += 1
-            text = clean_text(raw_text)
-            if not text or text.isspace():
-                counts.empty += 1
+            text, control_characters, long_words = clean_and_count(raw_text)
+            counts.repaired["control_characters"] += control_characters
+            counts.repaired["long_words"] += long_words
+            if reason := _reason_to_drop(text, config):
+                counts.dropped[reason] += 1
                 continue
             digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
             key, sample_key = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
             if seen is not None and not seen.add(key):
-                counts.duplicate += 1
+                counts.dropped["duplicate"] += 1
                 continue
-            yield Document(text, key < validation_below, sample_key)
+            yield Document(text, key < validation_below, sample_key, source.group)
+
+
+def _reason_to_drop(text: str, config: DataConfig) -> str | None:
+    if not text or text.isspace():
+        return "empty"
+    if len(text) < config.min_characters:
+        return "short"
+    if config.max_characters is not None and len(text) > config.max_characters:
+        return "long"
+    return None

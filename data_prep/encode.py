@@ -34,7 +34,6 @@ class EncodedBatch:
     """(sum of lengths,) uint16 or uint32."""
     lengths: Int64Array
     """(documents,) tokens of each; 0 for a text that the normaliser leaves nothing of."""
-    unknown_tokens: int
 
 
 class TextEncoder:
@@ -55,14 +54,18 @@ class TextEncoder:
         # A tokenizer that splits at spaces only finds "[MASK]" in its vocabulary as a word: unknown, then.
         ids[np.isin(ids, (special.pad, special.cls, special.sep, special.mask))] = special.unk
         lengths = np.array([len(part) for part in parts], dtype=np.int64)
-        return EncodedBatch(ids, lengths, int((ids == special.unk).sum()))
+        return EncodedBatch(ids, lengths)
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in order, in batches of at most 1,000 and about 250,000 characters (or one long document)."""
+    """Documents of one group in order, in batches of at most 1,000 and about 250,000 characters (or one long
+    document)."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
+        if batch and document.group != batch[0].group:
+            yield batch
+            batch, characters = [], 0
         batch.append(document)
         characters += len(document.text)
         if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:

@@ -1,4 +1,4 @@
-"""Datasets of the `datasets` library: folders on disk and names on the hub.
+"""Datasets of the `datasets` library: folders on disk and names on the hub, memory-mapped or as a stream.
 
 All goes through `datasets`, so HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and its cache work as everywhere else.
 """
@@ -31,7 +31,7 @@ def local_folder(config: DataConfig) -> Path | None:
 
 
 def load(config: DataConfig) -> Any:
-    """The split `hf_split`, memory-mapped.
+    """The split `hf_split`, memory-mapped, or a stream with `hf_streaming`; only its column of text.
 
     Raises:
         ConfigError: no such dataset, configuration, split or column; the message names the key.
@@ -41,16 +41,11 @@ def load(config: DataConfig) -> Any:
     folder = local_folder(config)
     try:
         if folder is not None and _is_saved(folder):
-            loaded = datasets.load_from_disk(str(folder))
-            if not isinstance(loaded, datasets.DatasetDict):
-                return _checked(loaded, config)  # one split; there is nothing to choose
-            if config.hf_split not in loaded:
-                splits = ", ".join(loaded)
-                hint = near_match(config.hf_split, loaded)
-                raise ConfigError(f"data.hf_split={config.hf_split!r}: no such split{hint} in {folder}: {splits}")
-            return _checked(loaded[config.hf_split], config)
+            saved = _saved_split(datasets.load_from_disk(str(folder)), folder, config)
+            return _checked(saved.to_iterable_dataset() if config.hf_streaming else saved, config)
         name = str(folder) if folder is not None else config.hf_path
-        return _checked(datasets.load_dataset(name, config.hf_name, split=config.hf_split), config)
+        options = {"split": config.hf_split, "streaming": config.hf_streaming}
+        return _checked(datasets.load_dataset(name, config.hf_name, **options), config)
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError) as error:  # missing, offline, unknown configuration or split
@@ -58,12 +53,22 @@ def load(config: DataConfig) -> Any:
         raise ConfigError(f"data.hf_path={config.hf_path!r} ({given}): {error}") from error
 
 
+def _saved_split(saved: Any, folder: Path, config: DataConfig) -> Any:
+    if not hasattr(saved, "keys"):
+        return saved  # one split; there is nothing to choose
+    if config.hf_split not in saved:
+        splits, hint = ", ".join(saved), near_match(config.hf_split, saved)
+        raise ConfigError(f"data.hf_split={config.hf_split!r}: no such split{hint} in {folder}: {splits}")
+    return saved[config.hf_split]
+
+
 def _is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def _checked(dataset: Any, config: DataConfig) -> Any:
-    columns = list(dataset.column_names)
+    # A stream of files without a schema knows its columns from the first row only.
+    columns = list(dataset.column_names or next(iter(dataset), {}))
     if config.text_column not in columns:
         hint = near_match(config.text_column, columns)
         found = ", ".join(columns)
@@ -72,8 +77,11 @@ def _checked(dataset: Any, config: DataConfig) -> Any:
 
 
 def content_hash(config: DataConfig) -> tuple[str, int]:
-    """(hash, bytes): of the files of a local folder; for the hub, the fingerprint that `datasets` keeps."""
+    """(hash, bytes): of the files of a local folder; for the hub, the fingerprint that `datasets` keeps, or for a
+    stream the commit, and 0 bytes where the hub does not say."""
     folder = local_folder(config)
+    if folder is None and config.hf_streaming:
+        return _hub_commit(config)
     if folder is None:
         dataset = load(config)
         return hashlib.sha256(str(dataset._fingerprint).encode()).hexdigest(), int(dataset.data.nbytes)
@@ -84,6 +92,18 @@ def content_hash(config: DataConfig) -> tuple[str, int]:
         digest.update(f"{path.relative_to(folder).as_posix()}\0{sha256_of_file(path)}\n".encode())
         num_bytes += path.stat().st_size
     return digest.hexdigest(), num_bytes
+
+
+def _hub_commit(config: DataConfig) -> tuple[str, int]:
+    import huggingface_hub
+
+    name = str(config.hf_path)
+    try:
+        commit = huggingface_hub.HfApi().dataset_info(name).sha
+    except (OSError, ValueError) as error:  # all errors of the hub and of its connection are of these
+        expected = "expected a dataset on the hub, which hf_streaming needs a connection to"
+        raise ConfigError(f"data.hf_path={name!r}: {error}; {expected}") from error
+    return hashlib.sha256(f"{name} {commit}".encode()).hexdigest(), int(load(config).info.dataset_size or 0)
 
 
 def read_documents(config: DataConfig) -> Iterator[str]:

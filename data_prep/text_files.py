@@ -1,35 +1,36 @@
 """Files of text: which files a pattern names, and the documents in each.
 
-- `.txt`: documents are separated by blank lines.
+- `.txt`: documents are separated by blank lines, or each line that is not blank is one (`data.txt_documents`).
 - `.jsonl`: one JSON object a line; the document is the string at `text_column`.
 - `.parquet`: one document a row of the column `text_column`.
 
-`.txt` and `.jsonl` may be gzipped (`.gz`). A null text is an empty document. Memory holds one document (for
-parquet: a thousand rows) at a time.
+Each may be packed (`.gz`, `.zst`); a packed parquet file is unpacked into a temporary file first. A null text is an
+empty document. Memory holds one document (for parquet: a thousand rows) at a time. A byte that is not UTF-8 or
+a line that is not JSON is an error, mended or dropped, as `data.errors` says.
 """
 
 from __future__ import annotations
 
 import glob
-import gzip
-import io
 import json
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO
 
+from data_prep.faults import Faults
+from data_prep.packed import PACKINGS, open_seekable, open_unpacked
 from sharebert.config import ConfigError, near_match
 from sharebert.data.format import DataError
 
-SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
-_EXPECTED = f"expected {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+KINDS = ("txt", "jsonl", "parquet")
+SUFFIXES = tuple(f".{kind}{packing}" for kind in KINDS for packing in ("", *PACKINGS))
+_EXPECTED = "expected .txt, .jsonl or .parquet, each also with .gz or .zst"
 
 
 def file_format(path: Path) -> str | None:
-    """`txt`, `jsonl` or `parquet`, from the file's name; None for any other name."""
+    """`txt`, `jsonl.gz` and the like, from the file's name; None for a name that ends otherwise."""
     matching = [suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)]
-    return matching[0].split(".")[1] if matching else None
+    return matching[0].removeprefix(".") if matching else None
 
 
 def find_files(patterns: Iterable[str], key: str = "data.files") -> list[Path]:
@@ -58,6 +59,12 @@ def find_files(patterns: Iterable[str], key: str = "data.files") -> list[Path]:
     return list(found)
 
 
+def passed_over(patterns: Iterable[str]) -> list[Path]:
+    """Files in the folders among `patterns` that are not read, because they are of another kind."""
+    folders = [Path(pattern).expanduser() for pattern in patterns]
+    return [file for folder in folders if folder.is_dir() for file in _below(folder) if file_format(file) is None]
+
+
 def _below(folder: Path) -> list[Path]:
     """Files below `folder`, sorted by path; nothing hidden."""
     files = (path for path in folder.rglob("*") if path.is_file())
@@ -65,79 +72,104 @@ def _below(folder: Path) -> list[Path]:
     return sorted(visible)
 
 
-def read_documents(path: Path, text_column: str) -> Iterator[str]:
+def read_documents(
+    path: Path, text_column: str, txt_documents: str = "blank_line", faults: Faults | None = None
+) -> Iterator[str]:
     """The documents of one file, in its order, as they stand (see `clean` for the rule that follows).
 
+    Args:
+        faults: says what is done about a line that cannot be read, and counts; None: strict.
+
     Raises:
-        DataError: a line or row that cannot be read; the message names file and line, row or byte offset.
+        DataError: a damaged file, or a line or row that cannot be read; the message names file and line, row or
+            byte offset.
     """
-    kind = file_format(path)
+    kind, faults = (file_format(path) or "").split(".")[0], faults or Faults()
     if kind == "parquet":
-        yield from _read_parquet(path, text_column)
+        with open_seekable(path) as file:
+            yield from _read_parquet(path, file, text_column, faults)
         return
-    with _open_binary(path) as file:
-        try:
-            lines = _decoded_lines(path, file)
-            yield from _read_jsonl(path, lines, text_column) if kind == "jsonl" else _read_txt(lines)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path}: damaged gzip data ({error})") from error
+    with open_unpacked(path) as file:
+        lines = _decoded_lines(path, file, faults)
+        if kind == "jsonl":
+            yield from _read_jsonl(path, lines, text_column, faults)
+        else:
+            yield from _read_txt((line for _, line in lines), txt_documents)
 
 
-def _open_binary(path: Path) -> BinaryIO:
-    if path.name.lower().endswith(".gz"):
-        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, gzip.open(path, "rb")), buffer_size=1 << 20))
-    return open(path, "rb", buffering=1 << 20)
-
-
-def _decoded_lines(path: Path, file: BinaryIO) -> Iterator[str]:
-    """Lines without their line feed. str.splitlines would also split at U+2028 and form feeds."""
-    offset = 0
-    for line in file:
+def _decoded_lines(path: Path, file: BinaryIO, faults: Faults) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line without its line feed). str.splitlines would also split at U+2028 and form feeds."""
+    offset, unpacked = 0, " (unpacked)" if path.suffix.lower() in PACKINGS else ""
+    for number, line in enumerate(file, start=1):
         start = 3 if offset == 0 and line.startswith(b"\xef\xbb\xbf") else 0  # byte order mark
-        try:
-            text = line[start:].decode("utf-8")
-        except UnicodeDecodeError as error:
-            where = f"byte offset {offset + start + error.start:,}" + (" (unpacked)" if path.suffix == ".gz" else "")
-            raise DataError(f"{path}: invalid UTF-8 at {where}: byte 0x{line[start + error.start]:02x}") from None
+        text = _decoded(line[start:], f"{path}: invalid UTF-8 at byte offset", offset + start, unpacked, faults)
         offset += len(line)
-        yield text.removesuffix("\n").removesuffix("\r")
+        if text is not None:
+            yield number, text.removesuffix("\n").removesuffix("\r")
 
 
-def _read_txt(lines: Iterator[str]) -> Iterator[str]:
+def _decoded(data: bytes, what: str, offset: int, note: str, faults: Faults) -> str | None:
+    """`data` as text; None where a text that is not UTF-8 is to be dropped."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if faults.are_errors:
+            where = f"{what} {offset + error.start:,}{note}: byte 0x{data[error.start]:02x}"
+            raise DataError(f"{where}; data.errors=replace or skip would go on") from None
+    if faults.policy == "skip":
+        faults.dropped["invalid_utf8"] += 1
+        return None
+    faults.repaired["invalid_utf8"] += 1
+    return data.decode("utf-8", errors="replace")  # U+FFFD becomes a space, see `clean`
+
+
+def _read_txt(lines: Iterator[str], txt_documents: str) -> Iterator[str]:
     document: list[str] = []
     for line in lines:
-        if line.strip(" \t\r\v\f"):
+        is_blank = not line.strip(" \t\r\v\f")
+        if not is_blank:
             document.append(line)
-        elif document:
+        if document and (is_blank or txt_documents == "line"):
             yield "\n".join(document)
             document = []
     if document:
         yield "\n".join(document)
 
 
-def _read_jsonl(path: Path, lines: Iterator[str], text_column: str) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
+def _read_jsonl(path: Path, lines: Iterator[tuple[int, str]], text_column: str, faults: Faults) -> Iterator[str]:
+    for number, line in lines:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: not valid JSON ({error})") from None
-        if not isinstance(record, dict):
-            raise DataError(f"{path}, line {number}: a JSON {type(record).__name__}, expected an object")
-        if text_column not in record:
-            keys = ", ".join(record) or "none"
-            hint = near_match(text_column, record)
-            raise DataError(f"{path}, line {number}: no key {text_column!r}{hint} (data.text_column); keys: {keys}")
-        yield text_or_empty(record[text_column], f"{path}, line {number}")
+            text = _text_of_line(line, f"{path}, line {number}", text_column)
+        except DataError:
+            if faults.are_errors:
+                raise
+            faults.dropped["malformed"] += 1
+        else:
+            yield text
 
 
-def _read_parquet(path: Path, text_column: str) -> Iterator[str]:
+def _text_of_line(line: str, where: str, text_column: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not valid JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: a JSON {type(record).__name__}, expected an object")
+    if text_column not in record:
+        keys = ", ".join(record) or "none"
+        hint = near_match(text_column, record)
+        raise DataError(f"{where}: no key {text_column!r}{hint} (data.text_column); keys: {keys}")
+    return text_or_empty(record[text_column], where)
+
+
+def _read_parquet(path: Path, opened: BinaryIO, text_column: str, faults: Faults) -> Iterator[str]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
+        with pyarrow.parquet.ParquetFile(opened) as file:
             columns = file.schema_arrow.names
             if text_column not in columns:
                 hint = near_match(text_column, columns)
@@ -145,10 +177,25 @@ def _read_parquet(path: Path, text_column: str) -> Iterator[str]:
                 raise DataError(f"{path}: no column {text_column!r}{hint} (data.text_column); columns: {names}")
             row = 0
             for batch in file.iter_batches(batch_size=1024, columns=[text_column]):
-                for row, value in enumerate(batch.column(0).to_pylist(), start=row + 1):  # noqa: B020
-                    yield text_or_empty(value, f"{path}, row {row}")
+                for row, value in enumerate(_values(batch.column(0)), start=row + 1):  # noqa: B020
+                    where = f"{path}, row {row}"
+                    if isinstance(value, bytes):
+                        value = _decoded(value, f"{where}: invalid UTF-8 at byte offset", 0, " of the text", faults)
+                        if value is None:
+                            continue
+                    yield text_or_empty(value, where)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as parquet ({error})") from error
+
+
+def _values(column: Any) -> Iterator[object]:
+    """The values; those of a column of strings that are not all UTF-8, which nobody checks on writing, as bytes."""
+    import pyarrow
+
+    try:
+        yield from column.to_pylist()
+    except UnicodeDecodeError:
+        yield from column.cast(pyarrow.large_binary()).to_pylist()
 
 
 def text_or_empty(value: object, where: str) -> str:

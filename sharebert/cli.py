@@ -26,7 +26,7 @@ from sharebert.log import set_up_logging
 logger = logging.getLogger(__name__)
 
 HYDRA_VERBS = ("train", "prepare")
-PLAIN_VERBS = ("evaluate", "inspect")
+PLAIN_VERBS = ("evaluate", "inspect", "export")
 MAX_FOLDER_LENGTH = 120
 EXIT_INTERRUPTED = 130
 
@@ -51,6 +51,8 @@ usage: sharebert VERB [arguments]
                sharebert evaluate outputs/demo/checkpoints/latest --files 'corpus/*.txt'
   inspect    what a checkpoint holds: step, phase, groups of layers, hashes
                sharebert inspect outputs/demo/checkpoints/latest
+  export     write a checkpoint as a folder that Hugging Face Transformers loads
+               sharebert export outputs/demo/checkpoints/latest my-bert
 
   sharebert VERB --help       settings or flags of a verb
   sharebert --version
@@ -93,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_plain(verb: str, arguments: list[str]) -> int:
     if verb == "inspect":
         from sharebert.inspect import main as run
+    elif verb == "export":
+        from sharebert.export import main as run
     else:
         from sharebert.evaluate_text import main as run
     return run(arguments)

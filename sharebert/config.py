@@ -96,15 +96,22 @@ class DataConfig:
     """Where the text comes from and how it becomes tokens."""
 
     source: str = "python_docs"
-    """`python_docs` (documentation of the running Python), `text_files`, or `hf_dataset`."""
+    """`python_docs` (documentation of the running Python), `text_files`, or `hf_dataset` (and `files` after it)."""
     files: list[str] = field(default_factory=list)
-    """For `text_files`: paths or globs of .txt, .txt.gz, .jsonl, .jsonl.gz, .parquet."""
+    """Paths, folders or globs of .txt, .jsonl and .parquet, each also with .gz or .zst."""
+    repeats: list[int] = field(default_factory=list)
+    """How often the training documents of each entry of `files` are written, as [1, 3]; with `hf_dataset`, the
+    dataset's number comes first. Empty: once each. Held-out documents are written once."""
+    txt_documents: str = "blank_line"
+    """What a document of a .txt file is: `blank_line` (the lines between two blank ones) or `line` (each line)."""
     hf_path: Optional[str] = None
     """For `hf_dataset`: a hub name, or a local folder written by `save_to_disk` or holding data files."""
     hf_name: Optional[str] = None
     """For `hf_dataset`: the dataset's configuration name on the hub."""
     hf_split: str = "train"
     """For `hf_dataset`: the split to read."""
+    hf_streaming: bool = False
+    """For `hf_dataset`: read it as a stream, without a copy of all of it on disk."""
     text_column: str = "text"
     """Column or JSON key that holds the text."""
     seq_len: int = 64
@@ -117,8 +124,18 @@ class DataConfig:
     """Path of a tokenizer.json or vocab.txt to use; null trains one on the corpus."""
     validation_fraction: float = 0.05
     """Share of the documents held out, chosen by a hash of their content."""
+    cross_document_attention: bool = True
+    """Let tokens attend across the ends of documents in a sequence, as the original BERT. false: each document only
+    to itself, its positions counted from 0; attention then runs with a mask, which is slower."""
     deduplicate: bool = False
     """Keep only the first of several equal documents."""
+    errors: str = "strict"
+    """What a line that is not UTF-8 or not valid JSON does: `strict` ends with its place, `replace` mends the bytes
+    and drops a line that is still not JSON, `skip` drops the line. What was mended or dropped is counted."""
+    min_characters: int = 0
+    """Documents with fewer characters are dropped."""
+    max_characters: Optional[int] = None
+    """Documents with more characters are dropped; null: none."""
     cache_dir: Optional[str] = None
     """Where prepared corpora live; null: $SHAREBERT_CACHE, else $XDG_CACHE_HOME/sharebert, else ~/.cache/sharebert."""
     num_proc: Optional[int] = None
@@ -126,13 +143,22 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _check_choice("data.source", self.source, ("python_docs", "text_files", "hf_dataset"))
-        _check_positive("data.", self, "vocab_size", "num_proc")
+        _check_choice("data.txt_documents", self.txt_documents, ("blank_line", "line"))
+        _check_choice("data.errors", self.errors, ("strict", "replace", "skip"))
+        _check_positive("data.", self, "vocab_size", "num_proc", "max_characters")
+        least, most = self.min_characters, self.max_characters
+        _check(least >= 0, "data.min_characters", least, "at least 0")
+        _check(most is None or most >= least, "data.max_characters", most, f"at least data.min_characters={least}")
         _check(self.seq_len >= 8, "data.seq_len", self.seq_len, "at least 8")
         _check_fraction("data.", self, "validation_fraction")
         if self.source == "text_files":
             _check(bool(self.files), "data.files", self.files, "at least one path or glob with data.source=text_files")
         if self.source == "hf_dataset":
             _check(bool(self.hf_path), "data.hf_path", self.hf_path, "a name or folder with data.source=hf_dataset")
+        entries = len(self.files) + (self.source == "hf_dataset")
+        expected = f"one whole number from 1 for each of {entries} (the dataset, if any, and the entries of data.files)"
+        is_one_each = len(self.repeats) == entries and all(number >= 1 for number in self.repeats)
+        _check(not self.repeats or is_one_each, "data.repeats", self.repeats, expected)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Evaluator:
                         continue
                     batch = self._batches[number].to(device)
                     with self._precision.autocast():
-                        logits = model(batch.input_ids, batch.positions, batch.attention_mask)
+                        logits = model(batch.input_ids, batch.positions, batch.attention_mask, batch.documents)
                     sums[0] += masked_lm_loss_sum(logits, batch.labels, batch.weights)
                     sums[1] += correct_predictions(logits, batch.labels, batch.weights)
                     sums[2] += batch.weights.sum()

@@ -75,6 +75,7 @@ def evaluate_files(options: argparse.Namespace) -> dict[str, float]:
             batch_size=options.batch_size,
             rank=0,
             world_size=1,
+            cross_document_attention=config["data"]["cross_document_attention"],
         )
         figures = Evaluator(batches, encoder.vocab_size, precision).evaluate(model.to(device))
     assert figures is not None, "nobody asked it to stop"

@@ -139,7 +139,8 @@ class Progress:
         self._last_line = 0.0
         self._bar: tqdm[Any] | None = None
         if enabled and sys.stderr.isatty():
-            self._bar = tqdm(total=max_steps, initial=step, unit="update", dynamic_ncols=True, smoothing=0.1)
+            layout = "{percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+            self._bar = tqdm(total=max_steps, initial=step, dynamic_ncols=True, smoothing=0.1, bar_format=layout)
 
     def advance(self) -> None:
         """One more update is done."""

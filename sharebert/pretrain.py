@@ -32,7 +32,13 @@ from sharebert.metrics import Progress, Recorder, build_sinks, check_extras
 from sharebert.precision import Precision, resolve_device
 from sharebert.provenance import command_line, describe_origin
 from sharebert.resolve import resolve
-from sharebert.run_folder import RunFolder, find_start, refuse_other_configuration, refuse_other_corpus
+from sharebert.run_folder import (
+    RunFolder,
+    find_start,
+    refuse_other_configuration,
+    refuse_other_corpus,
+    refuse_other_tokenizer,
+)
 from sharebert.share_map import draw_share_map
 from sharebert.train_state import TrainState, build_train_state, check_init_from
 from sharebert.trainer import Trainer
@@ -134,6 +140,8 @@ def _train(
     config, precision = resolve(config, device, meta or None)
     if meta:
         refuse_other_corpus(meta, corpus.content_hashes, run.path)
+    elif config.init_from is not None:
+        refuse_other_tokenizer(checkpoint.read_meta(Path(config.init_from)), corpus.content_hashes, config.init_from)
     closing.enter_context(_debug_modes(config))
     vocabulary = build_vocabulary(
         corpus.tokenizer_path, corpus.special_ids, corpus.vocab_size, config.masking.whole_word
@@ -165,7 +173,8 @@ def _train(
         distributed.on_rank_zero(write)
 
     trainer = Trainer(config, state, precision, evaluator, recorder, save, stop, flops, peak)
-    _announce(config, state, corpus, start)
+    if distributed.rank() == 0:
+        _announce(config, state, corpus, start)
     try:
         is_finished = trainer.fit(windows)
     except BaseException as error:
@@ -216,6 +225,7 @@ def _build_windows(config: TrainConfig, corpus: PreparedCorpus, vocabulary: Voca
         num_updates=config.max_steps,
         num_workers=config.engine.num_workers,
         pin_memory=config.engine.device == "cuda",
+        cross_document_attention=config.data.cross_document_attention,
     )
 
 
@@ -232,6 +242,7 @@ def _build_evaluator(
         batch_size=config.engine.micro_batch_size,
         rank=distributed.rank(),
         world_size=distributed.world_size(),
+        cross_document_attention=config.data.cross_document_attention,
     )
     return Evaluator(batches, corpus.vocab_size, precision)
 

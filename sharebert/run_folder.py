@@ -194,3 +194,16 @@ def refuse_other_corpus(meta: Mapping[str, Any], hashes: Mapping[str, str], run:
                 f"run folder {run}: the prepared data is not what the run began with ({part}: sha256 "
                 f"{hashes[part][:12]}, expected {expected[:12]}); choose another run_name to train on it"
             )
+
+
+def refuse_other_tokenizer(meta: Mapping[str, Any], hashes: Mapping[str, str], init_from: str) -> None:
+    """Refuse to start from the weights of a model that knows other tokens under the same ids.
+
+    Raises:
+        ConfigError: naming the way out.
+    """
+    if meta["corpus"]["tokenizer"] != hashes["tokenizer"]:
+        raise ConfigError(
+            f"init_from={init_from}: it was trained with another tokenizer than the prepared data; expected the same, "
+            f"as with data.tokenizer={init_from}/tokenizer.json"
+        )

@@ -27,6 +27,8 @@ class Counters:
     """Completed updates."""
     evaluated_step: int = -1
     """Step of the last evaluation."""
+    evaluation: dict[str, float] | None = None
+    """Its figures."""
     skipped_updates: int = 0
     """fp16 updates tried and thrown away, over the whole run."""
     training_seconds: float = 0.0
@@ -68,6 +70,7 @@ class TrainState:
             "layer_groups": [list(group) for group in self.sharing.groups],
             "unit_layers": self.sharing.unit_layers,
             "policy_state": self.policy.state_dict(),
+            "evaluation": self.counters.evaluation,
             "vocab_size": self.model.vocab_size,
             "parameters": {"unique": self.unique_parameters(), "effective": self.effective_parameters()},
         }

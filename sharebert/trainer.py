@@ -206,7 +206,7 @@ class Trainer:
             figures = self.evaluator.evaluate(self.model, self.stop_is_agreed)
             if figures is None:
                 return False
-            counters.evaluated_step = counters.step
+            counters.evaluated_step, counters.evaluation = counters.step, figures
             self.recorder.write(counters.step, figures)
             names = ("loss", "unigram_loss", "accuracy", "unigram_accuracy")
             logger.info(

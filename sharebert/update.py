@@ -120,7 +120,7 @@ class Updater:
             is_last = index == len(micro_batches) - 1
             with self._reduction(synchronises and is_last):
                 with self._precision.autocast():
-                    logits = self._wrapped(batch.input_ids, batch.positions, batch.attention_mask)
+                    logits = self._wrapped(batch.input_ids, batch.positions, batch.attention_mask, batch.documents)
                 loss = masked_lm_loss_sum(logits, batch.labels, batch.weights) / divisor
                 # DDP takes the mean over ranks; the divisor is already that of all ranks.
                 self.state.scaler.scale(loss * distributed.world_size()).backward()  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAG
 from sharebert.update import Updater
 
 CONF = Path(__file__).parent.parent / "conf"
-VERBS = ("train", "prepare", "evaluate", "inspect")
+VERBS = ("train", "prepare", "evaluate", "inspect", "export")
 
 
 @pytest.fixture(autouse=True)

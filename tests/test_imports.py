@@ -14,9 +14,10 @@ ROOT = Path(__file__).parent.parent
 # the data; the machine; the configuration.
 LISTED = """
 sharebert.__main__ sharebert.cli
-sharebert.pretrain sharebert.evaluate_text sharebert.inspect
-data_prep.prepare data_prep.cache data_prep.encode data_prep.documents data_prep.sources data_prep.hf_dataset
-    data_prep.text_files data_prep.python_docs data_prep.tokenizer data_prep.sample data_prep.clean data_prep
+sharebert.pretrain sharebert.evaluate_text sharebert.inspect sharebert.export
+data_prep.prepare data_prep.summary data_prep.token_files data_prep.cache data_prep.encode data_prep.documents
+    data_prep.sources data_prep.hf_dataset data_prep.text_files data_prep.packed data_prep.faults
+    data_prep.python_docs data_prep.tokenizer data_prep.sample data_prep.clean data_prep
     sharebert.trainer sharebert.update
 sharebert.train_state sharebert.run_folder sharebert.checkpoint sharebert.evaluate
     sharebert.share_map sharebert.curves sharebert.metrics sharebert.resolve

@@ -194,3 +194,21 @@ def test_evaluation_repeats_bit_for_bit_and_ranks_share_it(store: TokenStore) ->
 def test_evaluation_of_a_small_corpus_takes_all_of_it_and_a_rank_may_get_nothing(store: TokenStore) -> None:
     assert sum(len(batch.input_ids) for batch in evaluation(store, max_sequences=1000)) == NUM_SEQUENCES
     assert evaluation(store, max_sequences=2, rank=2, world_size=3) == []
+
+
+def test_each_token_knows_its_document_when_documents_matter(tmp_path: Path) -> None:
+    with TokenStoreWriter(tmp_path, 100, SEP) as writer:
+        for length in (3, 30, 7, 2):
+            writer.append(np.arange(5, 5 + length))
+    store = TokenStore(tmp_path, 100)
+    assert next(iter(loader(store))).documents is None
+    (window,) = loader(store, cross_document_attention=False, num_updates=1)
+    (micro_batch,) = window.micro_batches(6)
+    for row, documents in zip(unmasked(window).tolist(), micro_batch.documents.tolist(), strict=True):
+        expected, number = [], 0
+        for token in row:
+            expected.append(number)
+            number += token == SEP
+        assert documents == expected
+    (held_out, *_) = evaluation(store, cross_document_attention=False)
+    assert held_out.documents is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sharebert.config import ModelConfig
-from sharebert.model.bert import Bert, initialize, padded_vocabulary_size
+from sharebert.model.bert import Bert, initialize, padded_vocabulary_size, positions_within
 from sharebert.model.convert import to_transformers_state
 
 VOCAB_SIZE = 70  # padded to 128
@@ -256,3 +256,25 @@ def test_all_layers_run_one_compiled_graph_without_breaks(norm: str) -> None:
     torch.testing.assert_close(model(input_ids, positions), expected)
     model(input_ids, positions)
     assert len(graphs) == 1
+
+
+def test_positions_count_from_the_first_token_of_a_document() -> None:
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 2, 2, 2, 2, 3]])
+    assert positions_within(documents).tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 0, 0, 1, 2, 3, 4, 0]]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_logits_of_a_document_do_not_depend_on_its_neighbours(norm: str) -> None:
+    model = build(norm).eval()
+    T, vocab_size = 12, model.vocab_size
+    documents = torch.tensor([[0] * 4 + [1] * 5 + [2] * 3])
+    first, second = (torch.randint(5, vocab_size, (1, T)) for _ in range(2))
+    second[0, 4:9] = first[0, 4:9]
+    slots = torch.arange(4, 9)[None]
+    with torch.no_grad():
+        ours, theirs = (model(ids, slots, None, documents) for ids in (first, second))
+        alone = model(first[:, 4:9], torch.arange(5)[None])
+        across = [model(ids, slots) for ids in (first, second)]
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-6)
+    torch.testing.assert_close(ours, alone, rtol=0.0, atol=1e-5)
+    assert not torch.allclose(*across, atol=1e-3)

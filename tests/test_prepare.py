@@ -36,7 +36,7 @@ def config(tmp_path):
     path.parent.mkdir()
     write(path, TEXTS)
     cache_dir = str(tmp_path / "cache")
-    return DataConfig(source="text_files", files=[str(path)], vocab_size=200, cache_dir=cache_dir, num_proc=1)
+    return DataConfig(source="text_files", files=[str(path)], vocab_size=170, cache_dir=cache_dir, num_proc=1)
 
 
 def write(path, texts):
@@ -64,7 +64,9 @@ def test_meta_counts_tokens_without_added_specials(config):
     corpus = prepare_corpus(replace(config, validation_fraction=0.1))
     meta = corpus.meta
     tokens = sum(store.num_tokens - store.num_documents for store in (corpus.train, corpus.validation))
-    assert (meta["documents"], meta["tokens"], meta["dropped"]) == (300, tokens, {"empty": 0, "duplicate": 0})
+    assert (meta["documents"], meta["tokens"], meta["skipped"]) == (300, tokens, [])
+    assert not any(meta["dropped"].values())
+    assert not any(meta["repaired"].values())
     assert meta["unknown_tokens"] == 0
     (source,) = meta["sources"]
     assert (source["name"], source["documents"]) == (config.files[0], 300)
@@ -105,7 +107,7 @@ def test_sequence_length_and_processes_are_not_part_of_the_key(config, tmp_path)
 @pytest.mark.parametrize(
     "change",
     [
-        {"vocab_size": 201},
+        {"vocab_size": 171},
         {"lowercase": False},
         {"validation_fraction": 0.2},
         {"deduplicate": True},
@@ -189,9 +191,9 @@ def test_equal_documents_are_dropped_only_when_asked(config, tmp_path):
     write(tmp_path / "texts" / "more.jsonl", [*TEXTS[:25], "a new one", "a new one", " \n ", ""])
     config = replace(config, files=[str(tmp_path / "texts" / "*.jsonl")])
     kept = prepare_corpus(config).meta
-    assert (kept["documents"], kept["dropped"]) == (327, {"empty": 2, "duplicate": 0})
+    assert (kept["documents"], kept["dropped"]["empty"], kept["dropped"]["duplicate"]) == (327, 2, 0)
     dropped = prepare_corpus(replace(config, deduplicate=True)).meta
-    assert (dropped["documents"], dropped["dropped"]) == (301, {"empty": 2, "duplicate": 26})
+    assert (dropped["documents"], dropped["dropped"]["empty"], dropped["dropped"]["duplicate"]) == (301, 2, 26)
     assert [source["documents"] for source in dropped["sources"]] == [300, 29]
 
 
@@ -212,7 +214,7 @@ def test_a_text_that_the_normaliser_leaves_nothing_of_is_counted_as_empty(config
 
 def test_an_empty_validation_split_is_an_error_with_the_numbers(config, tmp_path):
     write(tmp_path / "texts" / "all.jsonl", TEXTS[:3])
-    small = replace(config, vocab_size=100, validation_fraction=0.0001)
+    small = replace(config, vocab_size=90, validation_fraction=0.0001)
     with pytest.raises(DataError, match=r"3 documents at data\.validation_fraction=0\.0001 .* none held out"):
         prepare_corpus(small)
     with pytest.raises(DataError, match=r"3 documents at data\.validation_fraction=1\.0 leave none for training"):
@@ -223,7 +225,7 @@ def test_an_empty_validation_split_is_an_error_with_the_numbers(config, tmp_path
 
 def test_an_empty_corpus_is_an_error_and_leaves_nothing_behind(config, tmp_path):
     write(tmp_path / "texts" / "all.jsonl", ["", "  \n "])
-    with pytest.raises(DataError, match=r"all\.jsonl: no document with text among 2 \(2 empty"):
+    with pytest.raises(DataError, match=r"all\.jsonl: no document with text among 2 \(dropped: 2 doc"):
         prepare_corpus(config)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
@@ -251,13 +253,16 @@ def test_people_read_documents_tokens_unknowns_dropped_and_seconds(config, caplo
         meta = prepare_corpus(config).meta
     line = next(line for line in caplog.messages if line.startswith("corpus: 300 documents"))
     assert f"{meta['tokens']:,} tokens" in line
-    assert "0.000% unknown, dropped 0 empty and 0 duplicate" in line
+    assert "0.000% unknown, " in line
+    assert {"corpus: dropped nothing", "corpus: repaired nothing"} <= set(caplog.messages)
 
 
-def test_a_vocabulary_larger_than_the_text_supports_is_a_warning_with_both_numbers(config, caplog):
-    corpus = prepare_corpus(replace(config, vocab_size=5000))
-    assert corpus.vocab_size < 5000
-    assert f"supports {corpus.vocab_size:,} wordpieces, data.vocab_size=5000" in caplog.text
+def test_a_vocabulary_a_little_larger_than_the_text_supports_is_a_warning_with_both_numbers(config, caplog):
+    corpus = prepare_corpus(replace(config, vocab_size=180))
+    assert corpus.vocab_size < 180
+    assert f"supports {corpus.vocab_size:,} wordpieces, data.vocab_size=180" in caplog.text
+    with pytest.raises(DataError, match=rf"data\.vocab_size=5000: larger .*expected at most {corpus.vocab_size:,}"):
+        prepare_corpus(replace(config, vocab_size=5000))
 
 
 def test_a_tokenizer_that_is_not_there_is_named_before_any_work(config):
@@ -299,3 +304,30 @@ def test_any_files_can_be_tokenised_with_a_checkpoints_tokenizer(config, tmp_pat
     assert corpus.special_ids.mask not in store.tokens
     with pytest.raises(ConfigError, match=r"--files: '.*none\.txt' matches no file"):
         tokenize_files([str(tmp_path / "none.txt")], "text", corpus.tokenizer_path, tmp_path / "store")
+
+
+def test_what_was_dropped_repaired_and_skipped_stands_in_meta_and_log(config, tmp_path, caplog):
+    folder = tmp_path / "texts"
+    (folder / "more.jsonl").write_bytes(
+        b'{"text": "b\xffad"}\n{"text": "cut\n{"text": "c\\u0007d ' + b"x" * 2000 + b'"}\n'
+    )
+    (folder / "silent.txt").write_text("\n \n")
+    (folder / "notes.md").write_text("not read")
+    config = replace(config, files=[str(folder)], errors="replace", max_characters=1500)
+    with caplog.at_level(logging.INFO):
+        meta = prepare_corpus(config).meta
+    assert {reason: number for reason, number in meta["dropped"].items() if number} == {"malformed": 1}
+    assert meta["repaired"] == {"invalid_utf8": 1, "control_characters": 2, "long_words": 1}
+    assert meta["skipped"] == [{"name": str(folder / "notes.md"), "reason": "unknown kind of file"}]
+    assert meta["documents"] == 302
+    assert "corpus: dropped 1 lines that are not valid JSON with text" in caplog.messages
+    assert f"corpus: skipped 1 files of an unknown kind ({folder / 'notes.md'})" in caplog.messages
+    assert f"corpus: no document in {folder / 'silent.txt'}" in caplog.messages
+
+
+def test_a_changed_policy_or_filter_is_another_corpus(config):
+    keys = {plan_corpus(config).key}
+    changes = [{"errors": "skip"}, {"min_characters": 1}, {"max_characters": 9}, {"txt_documents": "line"}]
+    keys |= {plan_corpus(replace(config, **change)).key for change in [*changes, {"repeats": [2]}]}
+    assert len(keys) == 6
+    assert plan_corpus(replace(config, repeats=[1])).key == plan_corpus(config).key

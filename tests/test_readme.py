@@ -116,7 +116,7 @@ def check_what_the_runs_left(folder: Path) -> None:
     rows = [json.loads(line) for part in lines for line in part]
     written = {name for row in rows for name in row} - {"step"}
     assert written - set(FIGURES) == set(), "written and not explained"
-    assert {path.name for path in folder.iterdir()} == {"corpus", "outputs"}
+    assert {path.name for path in folder.iterdir()} == {"corpus", "outputs", "my-bert"}
 
 
 def test_make_demo_runs_the_experiment_of_that_name() -> None:

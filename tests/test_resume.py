@@ -293,6 +293,8 @@ def test_a_bad_init_from_is_refused_before_any_work(
     start = tmp_path / "outputs/b/checkpoints/latest"
     assert train(f"init_from={start}", "run_name=c", "model.hidden_size=64") == EXIT_USAGE
     assert "model.hidden_size=64: expected 32" in capsys.readouterr().err
+    assert train(f"init_from={start}", "run_name=d", "data.lowercase=false") == EXIT_USAGE
+    assert "another tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("policy", ["fixed", "never"])

@@ -3,12 +3,13 @@
 import gzip
 import json
 import sys
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from data_prep import python_docs
+from data_prep import hf_dataset, python_docs
 from data_prep.clean import clean_text
 from data_prep.documents import SeenDocuments
 from data_prep.sample import TextSample
@@ -205,3 +206,55 @@ def test_the_sample_is_bounded_and_chosen_by_hash(tmp_path):
     assert list(sample.texts()) == list(sample.texts()) == chosen
     sample.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_streams_and_maps_give_the_same_documents(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    texts = [f"document {number}" for number in range(600)] + [None]
+    saved = datasets.Dataset.from_dict({"text": texts, "n": list(range(601))})
+    saved.save_to_disk(str(tmp_path / "single"))
+    datasets.DatasetDict({"train": saved}).save_to_disk(str(tmp_path / "several"))
+    for name in ("parquet", "jsonl"):
+        (tmp_path / name).mkdir()
+    saved.to_parquet(str(tmp_path / "parquet" / "train.parquet"))
+    write_jsonl(tmp_path / "jsonl" / "train.jsonl", texts)
+    for name in ("single", "several", "parquet", "jsonl"):
+        for streaming in (False, True):
+            config = DataConfig(source="hf_dataset", hf_path=str(tmp_path / name), hf_streaming=streaming)
+            (source,) = open_sources(config)
+            assert list(source.read()) == [*texts[:-1], ""], (name, streaming)
+            wrong = DataConfig(**{**vars(config), "text_column": "txt"})
+            with pytest.raises(ConfigError, match=r"data\.text_column='txt'.*did you mean 'text'"):
+                list(open_sources(wrong)[0].read())
+
+
+def test_a_stream_from_the_hub_is_named_by_its_commit(monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    commits = iter(["abc", "abc", "def"])
+    info = SimpleNamespace(info=SimpleNamespace(dataset_size=None))
+    monkeypatch.setattr(hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha=next(commits)))
+    monkeypatch.setattr(hf_dataset, "load", lambda config: info)
+    config = DataConfig(source="hf_dataset", hf_path="someone/texts", hf_streaming=True)
+    first, second, third = (hf_dataset.content_hash(config) for _ in range(3))
+    assert first == second != third
+    assert first[1] == 0
+
+    def offline(self, name):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", offline)
+    with pytest.raises(ConfigError, match=r"data\.hf_path='someone/texts': no network"):
+        hf_dataset.content_hash(config)
+
+
+def test_files_are_read_after_a_dataset(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["of the dataset"]}).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "book.txt").write_text("of a book")
+    files = [str(tmp_path / "book.txt")]
+    config = DataConfig(source="hf_dataset", hf_path=str(tmp_path / "saved"), files=files, repeats=[1, 3])
+    sources = open_sources(config)
+    assert [list(source.read()) for source in sources] == [["of the dataset"], ["of a book"]]
+    assert [source.group for source in sources] == [0, 1]

@@ -54,20 +54,20 @@ class SpecialIds:
 
 
 class TokenStoreWriter:
-    """Writes one token store, document after document; memory does not grow with what was written."""
+    """Writes one token store, document after document; memory does not grow with what was written.
 
-    def __init__(self, folder: Path, vocab_size: int, sep_id: int) -> None:
+    With `keep`, (documents, tokens), it goes on after so much of a store that is already there.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, sep_id: int, keep: tuple[int, int] = (0, 0)) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.num_documents = 0
-        self.num_tokens = 0
-        """Tokens written so far, [SEP]s included."""
+        self.num_documents, self.num_tokens = keep
+        """Written so far, [SEP]s included."""
         self._vocab_size = vocab_size
         self._dtype = np.dtype(token_dtype(vocab_size))
         self._sep_id = sep_id
-        self._tokens: BinaryIO = open(folder / "tokens.bin", "wb")  # noqa: SIM115 (closed by close)
-        self._offsets: BinaryIO = open(folder / "offsets.bin", "wb")  # noqa: SIM115
-        self._tokens_hash = hashlib.sha256()
-        self._offsets_hash = hashlib.sha256()
+        self._tokens, self._tokens_hash = _open_at(folder / "tokens.bin", self.num_tokens * self._dtype.itemsize)
+        self._offsets, self._offsets_hash = _open_at(folder / "offsets.bin", self.num_documents * 8)
 
     def append(self, ids: Ids) -> None:
         """Append one document. `ids` (number of tokens,), without [SEP]."""
@@ -90,13 +90,18 @@ class TokenStoreWriter:
         self.num_tokens += len(stream)
         self.num_documents += len(lengths)
 
+    def flush(self) -> None:
+        """Bring all that was written to disk."""
+        for file in (self._tokens, self._offsets):
+            file.flush()
+            os.fsync(file.fileno())
+
     def close(self) -> None:
         """Flush both files to disk and close them; calling it again does nothing."""
-        for file in (self._tokens, self._offsets):
-            if not file.closed:
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
+        if not self._offsets.closed:
+            self.flush()
+            self._tokens.close()
+            self._offsets.close()
 
     def summary(self) -> dict[str, Any]:
         """The entry of this split in meta.json; `tokens` counts without the added [SEP]s."""
@@ -112,6 +117,19 @@ class TokenStoreWriter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _open_at(path: Path, num_bytes: int) -> tuple[BinaryIO, hashlib._Hash]:
+    """`path`, cut to its first `num_bytes` and open for more, and the hash of these."""
+    path.touch()
+    size = path.stat().st_size
+    _expect(size >= num_bytes, str(path), f"{size} bytes", f"at least the {num_bytes} that were written")
+    os.truncate(path, num_bytes)
+    digest = hashlib.sha256()
+    file = open(path, "r+b")  # noqa: SIM115 (closed by TokenStoreWriter.close)
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return file, digest
 
 
 class TokenStore:
@@ -215,6 +233,17 @@ class PreparedCorpus:
         _expect_hash(folder / "tokenizer.json", meta["tokenizer_sha256"])
         special_ids = SpecialIds(**meta["special_ids"])
         return cls(folder, meta, stores["train"], stores["validation"], special_ids, vocab_size)
+
+    def check_sequences(self, seq_len: int, global_batch_size: int) -> None:
+        """Refuse a corpus that does not fill one global batch.
+
+        Raises:
+            DataError: fewer sequences for training than `global_batch_size`; the message gives both numbers.
+        """
+        found = num_sequences(self.train.num_tokens, seq_len)
+        if found < global_batch_size:
+            came = f"{self.train.num_tokens:,} tokens make {found:,} training sequences at data.seq_len={seq_len}"
+            raise DataError(f"{self.folder}: {came}, expected at least global_batch_size={global_batch_size:,}")
 
     def verify(self) -> None:
         """Compare the hash of every token and offset file with meta.json; reads all of them, about 1 s per GB.

@@ -42,6 +42,7 @@ class MicroBatch:
     labels: Tensor  # int64 (B, K)
     weights: Tensor  # float32 (B, K)
     attention_mask: Optional[Tensor]  # bool (B, T), true at real tokens; None: no padding
+    documents: Optional[Tensor] = None  # int64 (B, T), number of each token's document; None: they do not matter
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """The same on `device`."""
@@ -63,11 +64,13 @@ class Window:
     """True count of used slots on this rank."""
     is_padded: bool
     """Whether any sequence is shorter than T."""
+    documents: Optional[Tensor] = None  # int64 (n, T), see :func:`document_numbers`; None: they do not matter
 
     def pin_memory(self) -> Window:
         """The same in page-locked memory (DataLoader calls this by its name)."""
-        names = ("input_ids", "lengths", "positions", "labels", "weights")
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in names})
+        names = ("input_ids", "lengths", "positions", "labels", "weights", "documents")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: tensor.pin_memory() for name, tensor in tensors.items() if tensor is not None})
 
     def micro_batches(self, size: int) -> Iterator[MicroBatch]:
         """Slices of `size` sequences in order, the last one perhaps smaller; views, not copies."""
@@ -78,7 +81,9 @@ class Window:
             mask = None
             if self.is_padded and int(lengths.min()) < T:  # on the CPU: no wait for a device
                 mask = torch.arange(T) < lengths.unsqueeze(1)  # (B, T)
-            yield MicroBatch(self.input_ids[part], self.positions[part], self.labels[part], self.weights[part], mask)
+            documents = None if self.documents is None else self.documents[part]
+            slots = (self.positions[part], self.labels[part], self.weights[part])
+            yield MicroBatch(self.input_ids[part], *slots, mask, documents)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class WindowDataset(Dataset[Window]):
     global_batch_size: int
     rank: int
     world_size: int
+    cross_document_attention: bool = True
 
     def __getitem__(self, update: int) -> Window:
         samples = rank_samples(update, self.global_batch_size, self.rank, self.world_size)  # (n,)
@@ -102,7 +108,7 @@ class WindowDataset(Dataset[Window]):
         lengths, masked = _read_masked(
             self.store, self.vocabulary, sequences, epochs, self.seq_len, self.masking, self.seed
         )
-        return _window(lengths, masked)
+        return _window(lengths, masked, None if self.cross_document_attention else self.vocabulary.sep_id)
 
 
 def build_loader(
@@ -119,6 +125,7 @@ def build_loader(
     num_updates: int,
     num_workers: int,
     pin_memory: bool,
+    cross_document_attention: bool = True,
 ) -> DataLoader[Window]:
     """A loader of the windows of updates first_update ... num_updates - 1 (counted from 0), for one rank.
 
@@ -136,8 +143,10 @@ def build_loader(
         num_updates: updates in the whole run, the completed ones included.
         num_workers: processes that read ahead; 0: windows are made when asked for.
         pin_memory: page-locked windows; ignored without CUDA.
+        cross_document_attention: false: windows say which document each token belongs to.
     """
-    dataset = WindowDataset(store, vocabulary, seq_len, masking, seed, global_batch_size, rank, world_size)
+    shares = (global_batch_size, rank, world_size)
+    dataset = WindowDataset(store, vocabulary, seq_len, masking, seed, *shares, cross_document_attention)
     return DataLoader(
         dataset,
         batch_size=None,
@@ -161,6 +170,7 @@ def evaluation_batches(
     batch_size: int,
     rank: int,
     world_size: int,
+    cross_document_attention: bool = True,
 ) -> list[MicroBatch]:
     """Held-out micro-batches, always the same sequences with the same masks, one rank's share of them.
 
@@ -173,7 +183,8 @@ def evaluation_batches(
         return []
     epochs = np.zeros_like(chosen)
     lengths, masked = _read_masked(store, vocabulary, chosen, epochs, seq_len, masking, _EVALUATION_SEED)
-    return list(_window(lengths, masked).micro_batches(batch_size))
+    sep_id = None if cross_document_attention else vocabulary.sep_id
+    return list(_window(lengths, masked, sep_id).micro_batches(batch_size))
 
 
 def _lowest_by_content(store: TokenStore, vocabulary: Vocabulary, seq_len: int, limit: int) -> NDArray[np.int64]:
@@ -208,7 +219,18 @@ def _read_masked(
     return lengths, masked
 
 
-def _window(lengths: NDArray[np.int64], masked: MaskedSequences) -> Window:
+def document_numbers(input_ids: NDArray[np.int64], sep_id: int) -> NDArray[np.int64]:
+    """Number of the document that each token belongs to, from 0 in every row; (B, T).
+
+    A document ends with its [SEP]; [CLS] belongs to the first one. Padding follows a [SEP] and so is by itself.
+    Masking neither hides a [SEP] nor makes one, so this may be asked before or after it.
+    """
+    ends = input_ids == sep_id  # (B, T)
+    return np.asarray(np.cumsum(ends, axis=1) - ends, dtype=np.int64)
+
+
+def _window(lengths: NDArray[np.int64], masked: MaskedSequences, sep_id: Optional[int]) -> Window:
+    documents = None if sep_id is None else torch.from_numpy(document_numbers(masked.input_ids, sep_id))
     return Window(
         input_ids=torch.from_numpy(masked.input_ids),
         lengths=torch.from_numpy(lengths),
@@ -217,6 +239,7 @@ def _window(lengths: NDArray[np.int64], masked: MaskedSequences) -> Window:
         weights=torch.from_numpy(masked.weights),
         predicted_tokens=int(np.count_nonzero(masked.weights)),
         is_padded=bool((lengths < masked.input_ids.shape[1]).any()),
+        documents=documents,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sharebert.config import ModelConfig
@@ -28,6 +29,14 @@ def padded_vocabulary_size(vocab_size: int) -> int:
     return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
+def positions_within(documents: Tensor) -> Tensor:
+    """Position of each token counted from the first of its document; int64 (B, T) from document numbers (B, T)."""
+    T = documents.shape[1]
+    place = torch.arange(T, device=documents.device)  # (T,)
+    begins = functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # (B, T)
+    return place - torch.cummax(place * begins, dim=1).values
+
+
 class Embeddings(nn.Module):
     """Sum of token, position and token-type embeddings; all tokens are of type 0 (no next-sentence task)."""
 
@@ -39,10 +48,14 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS) if config.norm == "post" else None
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
         T = input_ids.shape[1]
-        same_for_all_rows = self.position.weight[:T] + self.token_type.weight[0]  # (T, D)
-        hidden = self.token(input_ids) + same_for_all_rows  # (B, T, D)
+        if documents is None:
+            same_for_all_rows = self.position.weight[:T] + self.token_type.weight[0]  # (T, D)
+            hidden = self.token(input_ids) + same_for_all_rows  # (B, T, D)
+        else:
+            within = self.position(positions_within(documents)) + self.token_type.weight[0]  # (B, T, D)
+            hidden = self.token(input_ids) + within
         hidden = hidden if self.norm is None else self.norm(hidden)
         dropped: Tensor = self.dropout(hidden)
         return dropped  # (B, T, D)
@@ -63,9 +76,18 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS) if config.norm == "pre" else None
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Map (B, T, D) to (B, T, D); `attention_mask` is bool (B, T), true at real tokens, or None."""
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Map (B, T, D) to (B, T, D).
+
+        Args:
+            hidden: (B, T, D).
+            attention_mask: bool (B, T), true at real tokens, or None.
+            documents: int64 (B, T); a token attends to those of its own document only. Padding is a document too, so
+                the mask is not needed besides, and no row of scores is empty. None: to all.
+        """
         broadcast_mask = None if attention_mask is None else attention_mask[:, None, None, :]  # (B, 1, 1, T)
+        if documents is not None:
+            broadcast_mask = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for layer in self.layers:
             if recompute:
@@ -92,18 +114,26 @@ class Bert(nn.Module):
         self.encoder = Encoder(config)
         self.head = MaskedLanguageModelHead(config, vocab_size, self.padded_vocab_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """Score the vocabulary at the prediction slots.
 
         Args:
             input_ids: int64 (B, T), T at most `max_position_embeddings`.
             positions: int64 (B, K), from 0 to T - 1.
             attention_mask: bool (B, T), true at real tokens; None when there is no padding, which is faster.
+            documents: int64 (B, T), ascending along a row; attention stays inside a document and positions count from
+                its first token. None: documents do not matter.
 
         Returns:
             Logits (B, K, W). Those of the ids from V on are so low that a softmax gives them exactly 0.
         """
-        hidden = self.encoder(self.embeddings(input_ids), attention_mask)  # (B, T, D)
+        hidden = self.encoder(self.embeddings(input_ids, documents), attention_mask, documents)  # (B, T, D)
         logits: Tensor = self.head(hidden, positions, self.embeddings.token.weight)
         return logits  # (B, K, W)
 
