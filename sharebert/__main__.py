@@ -1,8 +1,6 @@
 """``python -m sharebert`` and ``torchrun ... -m sharebert``."""
 
-import sys
-
-from sharebert.cli import main
+from sharebert.cli import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

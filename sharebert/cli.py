@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import sharebert
 from sharebert import config as configuration
@@ -59,6 +59,19 @@ usage: sharebert VERB [arguments]
 
 Exit status: 0 finished, 1 failed, 2 wrong request, 75 stopped by a signal and saved (run the same command again).
 """
+
+
+def entry() -> NoReturn:
+    """The program: runs :func:`main` and ends the process with its status."""
+    status = main()
+    if detect_ranks().launched:
+        # Threads that the collectives' libraries leave behind can abort the interpreter on its way out, and a finished
+        # rank would count as failed. All files are closed by now.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -74,6 +74,7 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
             closing.callback(close_log_file)
             closing.push(_status_on_error(run))
         corpus = _wait_for_corpus(config, ranks, run)
+        corpus.check_sequences(config.data.seq_len, config.global_batch_size)
         return _train(config, run, corpus, device, start, closing)
 
 

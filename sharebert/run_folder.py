@@ -36,6 +36,7 @@ MAY_DIFFER = (
     "output_dir",
     "data.files",  # the content hash of the prepared text is compared instead
     "data.hf_path",
+    "data.hf_streaming",
     "data.tokenizer",
     "data.cache_dir",
     "data.num_proc",

@@ -200,3 +200,16 @@ def test_another_format_version_and_broken_json_are_refused(tmp_path):
     path.write_text("{")
     with pytest.raises(DataError, match=r"meta\.json: not valid JSON"):
         PreparedCorpus.open(tmp_path)
+
+
+def test_reading_sequences_maps_no_page_of_the_file(tmp_path: Path) -> None:
+    """A mapped page counts as memory of the process, and random access touches them all."""
+    with TokenStoreWriter(tmp_path, 300, 3) as writer:
+        writer.append(np.arange(5, 250))
+    store = TokenStore(tmp_path, 300)
+    input_ids, _ = read_sequences(store, np.array([2, 0]), 12, 2, 3, 0)
+    assert store._tokens is None
+    assert input_ids[0, 1:-1].tolist() == store.tokens[20:30].tolist()
+    assert input_ids[1, 1:-1].tolist() == store.tokens[:10].tolist()
+    copy = pickle.loads(pickle.dumps(store))
+    assert (copy.read(np.array([240]), 8) == [[245, 246, 247, 248, 249, 3, 0, 0]]).all()

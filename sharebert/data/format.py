@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ def _open_at(path: Path, num_bytes: int) -> tuple[BinaryIO, hashlib._Hash]:
 
 
 class TokenStore:
-    """Read-only view of one token store, mapped at first use and anew in every process that gets a pickled copy."""
+    """Read-only view of one token store, opened at first use and anew in every process that gets a pickled copy."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder = Path(folder)
@@ -141,6 +142,7 @@ class TokenStore:
         self._dtype = np.dtype(token_dtype(vocab_size))
         self._tokens: Ids | None = None
         self._offsets: Int64Array | None = None
+        self._descriptor: int | None = None
         self.num_tokens = _file_items(self.folder / "tokens.bin", self._dtype)
         """Tokens in the stream, [SEP]s included."""
         self.num_documents = _file_items(self.folder / "offsets.bin", np.dtype(np.int64))
@@ -159,6 +161,20 @@ class TokenStore:
             self._offsets = _map(self.folder / "offsets.bin", np.dtype(np.int64), self.num_documents)
         return self._offsets
 
+    def read(self, starts: Int64Array, count: int) -> Ids:
+        """(B, count): `count` tokens from each of `starts` (B,); 0 beyond the end of the stream.
+
+        Reads the file instead of the map. Every page of a map that was ever touched counts as memory of the process:
+        with random access that would grow to the size of the corpus.
+        """
+        if self._descriptor is None:
+            self._descriptor = os.open(self.folder / "tokens.bin", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+        rows = np.zeros((len(starts), count), dtype=self._dtype)
+        for row, start in zip(rows, starts.tolist(), strict=True):
+            os.preadv(self._descriptor, [row.view(np.uint8)], start * self._dtype.itemsize)
+        return rows
+
     def document(self, index: int) -> Ids:
         """The tokens of document `index`, without its [SEP]."""
         last = index + 1 == self.num_documents
@@ -166,7 +182,7 @@ class TokenStore:
         return self.tokens[int(self.offsets[index]) : end - 1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None, "_offsets": None}
+        return {**self.__dict__, "_tokens": None, "_offsets": None, "_descriptor": None}
 
 
 def _file_items(path: Path, dtype: np.dtype[Any]) -> int:
@@ -324,8 +340,7 @@ def read_sequences(
     positions = starts[:, None] + np.arange(body)  # (B, T - 2)
     input_ids = np.full((len(starts), seq_len), pad_id, dtype=np.int64)  # (B, T)
     if len(starts):
-        gathered = store.tokens[np.minimum(positions, total - 1)]
-        input_ids[:, 1:-1] = np.where(positions < total, gathered, pad_id)
+        input_ids[:, 1:-1] = np.where(positions < total, store.read(starts, body), pad_id)
     lengths = np.minimum(body, total - starts) + 2  # (B,)
     input_ids[:, 0] = cls_id
     input_ids[np.arange(len(starts)), lengths - 1] = sep_id
