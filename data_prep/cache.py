@@ -19,7 +19,8 @@ from typing import Any
 from data_prep.clean import TEXT_RULE_VERSION
 from data_prep.sources import Source, open_sources
 from sharebert.config import ConfigError, DataConfig
-from sharebert.data.format import FORMAT_VERSION, DataError, PreparedCorpus, sha256_of_file
+from sharebert.data.format import FORMAT_VERSION, DataError, PreparedCorpus
+from sharebert.files import sha256_of_file
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from data_prep.text_files import text_or_empty
 from sharebert.config import ConfigError, DataConfig, near_match
-from sharebert.data.format import sha256_of_file
+from sharebert.files import sha256_of_file
 
 
 def local_folder(config: DataConfig) -> Path | None:

@@ -25,7 +25,8 @@ from data_prep.summary import library_versions, log_summary, meta_content, shown
 from data_prep.token_files import JOURNAL, TokenFiles, append_chosen
 from data_prep.tokenizer import load_given_tokenizer, load_text_tokenizer, train_tokenizer
 from sharebert.config import ConfigError, DataConfig
-from sharebert.data.format import DataError, PreparedCorpus, TokenStore, TokenStoreWriter, sha256_of_file, write_meta
+from sharebert.data.format import DataError, PreparedCorpus, TokenStore, TokenStoreWriter, write_meta
+from sharebert.files import sha256_of_file, sync
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +111,7 @@ def _write_tokenizer(plan: CorpusPlan, config: DataConfig, folder: Path, progres
             return
     _train_tokenizer(plan, config, folder, progress).save(str(path))
     kept = Path(shutil.copyfile(path, f"{plan.tokenizer_path}.{os.getpid()}"))
-    with open(kept, "rb") as file:
-        os.fsync(file.fileno())
+    sync(kept)
     os.replace(kept, plan.tokenizer_path)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from data_prep import hf_dataset, python_docs, text_files
 from data_prep.faults import Faults
 from sharebert.config import DataConfig
-from sharebert.data.format import sha256_of_file
+from sharebert.files import sha256_of_file
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from sharebert.files import sha256_of_file, sync
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def verify(path: Path) -> dict[str, Any]:
         if not file.is_file() or file.stat().st_size != expected["bytes"]:
             size = file.stat().st_size if file.is_file() else "no file"
             raise CheckpointError(f"{file}: expected {expected['bytes']} bytes, found {size}")
-        if _file_checksum(file) != expected["sha256"]:
+        if sha256_of_file(file) != expected["sha256"]:
             raise CheckpointError(f"{file}: its checksum does not fit its content")
     return meta
 
@@ -157,7 +158,7 @@ class CheckpointFolder:
                 target.rename(aside)
                 logger.warning("moved %s aside to %s", target, aside.name)
             temporary.rename(target)
-            _sync(self.path)
+            sync(self.path)
             self._point_latest_to(name)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
             shutil.rmtree(temporary, ignore_errors=True)
@@ -179,13 +180,13 @@ class CheckpointFolder:
         files = {}
         for name in (MODEL_FILE, STATE_FILE, TOKENIZER_FILE):
             file = folder / name
-            _sync(file)
-            files[name] = {"bytes": file.stat().st_size, "sha256": _file_checksum(file)}
+            sync(file)
+            files[name] = {"bytes": file.stat().st_size, "sha256": sha256_of_file(file)}
         meta = json.loads(json.dumps({"format_version": FORMAT_VERSION, **meta, "files": files}))
         meta["meta_sha256"] = _meta_checksum(meta)
         (folder / META_FILE).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        _sync(folder / META_FILE)
-        _sync(folder)
+        sync(folder / META_FILE)
+        sync(folder)
 
     def _point_latest_to(self, name: str) -> None:
         link = self.path / f"{_TEMPORARY}latest"
@@ -249,16 +250,3 @@ def _is_good(path: Path) -> bool:
 
 def _meta_checksum(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
-
-
-def _file_checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

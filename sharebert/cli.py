@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import sharebert
 from sharebert import config as configuration
 from sharebert.config import ConfigError, TrainConfig, check_world_size, from_dict, near_match
-from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, Ranks, detect_ranks
+from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, Ranks, detect_ranks
 from sharebert.log import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 HYDRA_VERBS = ("train", "prepare")
 PLAIN_VERBS = ("evaluate", "inspect", "export")
 MAX_FOLDER_LENGTH = 120
-EXIT_INTERRUPTED = 130
 
 NON_FINITE_ADVICE = (
     "Nothing was saved after it, so the same command goes on from the checkpoint before (see checkpoints/latest). "
@@ -304,6 +303,7 @@ def _report(error: Exception) -> None:
 
 
 def _train(config: TrainConfig, folder: Path, ranks: Ranks) -> int:
+    """Refuse what can be refused without torch, then train."""
     check_world_size(config, ranks.world_size)
     from sharebert.metrics import check_extras
 

@@ -18,6 +18,7 @@ from sharebert.config import ConfigError
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # Ctrl-C outside the training loop, as a shell says it
 EXIT_STOPPED = 75  # EX_TEMPFAIL: run the same command again
 
 ECHO_SECONDS = 2.0

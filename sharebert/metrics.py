@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from sharebert.config import ConfigError, LoggingConfig, TrainConfig, to_dict
+from sharebert.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,7 @@ class JsonLines:
 
     def __init__(self, path: Path, last_step: int) -> None:
         rows = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= last_step]
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text("".join(rows), encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, "".join(rows))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Values) -> None:

@@ -19,7 +19,7 @@ from data_prep.cache import open_planned, plan_corpus
 from data_prep.prepare import prepare_corpus
 from sharebert import checkpoint, distributed
 from sharebert.checkpoint import CheckpointFolder
-from sharebert.config import TrainConfig, check_world_size, to_dict
+from sharebert.config import TrainConfig, to_dict
 from sharebert.curves import draw_curves
 from sharebert.data.format import PreparedCorpus
 from sharebert.data.loader import build_loader, evaluation_batches
@@ -28,7 +28,7 @@ from sharebert.evaluate import Evaluator
 from sharebert.flops import flops_per_update, measure_matmul_peak
 from sharebert.launch import EXIT_FINISHED, EXIT_STOPPED, Ranks, StopSignals
 from sharebert.log import close_log_file, note_in_log_file, open_log_file
-from sharebert.metrics import Progress, Recorder, build_sinks, check_extras
+from sharebert.metrics import Progress, Recorder, build_sinks
 from sharebert.precision import Precision, resolve_device
 from sharebert.provenance import command_line, describe_origin
 from sharebert.resolve import resolve
@@ -57,8 +57,6 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
     Raises:
         ConfigError: the request is wrong, or does not fit what the run folder holds; no checkpoint was touched.
     """
-    check_extras(config.logging)
-    check_world_size(config, ranks.world_size)
     device = resolve_device(config.engine, ranks)
     run = RunFolder(folder)
     with contextlib.ExitStack() as closing:

@@ -22,6 +22,7 @@ from sharebert.checkpoint import (
     verify,
 )
 from sharebert.config import ConfigError, TrainConfig, flatten, to_dict
+from sharebert.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -148,13 +149,6 @@ def find_start(run: RunFolder, resume: str) -> Path | None:
         expected = f"its newest checkpoint, {newest.name} (or auto), or another run_name to go on from there again"
         raise ConfigError(f"checkpoint.resume={resume!r}: the run folder is past it; expected {expected}")
     return newest if newest is not None and read_meta(newest)["step"] >= step else chosen
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file as a whole: a reader sees the old text or the new one."""
-    temporary = path.with_name(f".{path.name}.new")  # one process at a time: the run folder is locked
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def configuration_differences(saved: Mapping[str, Any], current: TrainConfig) -> list[str]:

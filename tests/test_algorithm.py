@@ -14,6 +14,7 @@ from sharebert.data.loader import Window
 from sharebert.model.bert import Bert, initialize
 from sharebert.schedule import learning_rate
 from sharebert.train_state import name_in_unit
+from sharebert.trainer import Trainer
 
 
 class LiteralAlgorithm1:
@@ -109,6 +110,17 @@ class LiteralAlgorithm2(LiteralAlgorithm1):
         return new_groups
 
 
+def update_both_and_compare(
+    trainer: Trainer, literal: LiteralAlgorithm1, t: int, window: Window, tolerance: float
+) -> None:
+    trainer.maybe_unshare()
+    assert trainer.train_step(window)
+    literal.update(t, window)
+    expected = dict(literal.model.named_parameters())
+    for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
+        torch.testing.assert_close(parameter, expected[name], rtol=0.0, atol=tolerance)
+
+
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("unit_layers", [1, 2, 3])  # 1 x 6, 2 x 3, 3 x 2
 @pytest.mark.parametrize("micro_batch_size", [24, 8])  # accumulation 1 and 3
@@ -127,12 +139,7 @@ def test_the_engine_is_algorithm_1_update_by_update(
     trainer, _ = build_trainer(config, tmp_path, torch.float64)
     literal = LiteralAlgorithm1(config)
     for t, window in enumerate(windows(config, tmp_path), start=1):
-        trainer.maybe_unshare()
-        assert trainer.train_step(window)
-        literal.update(t, window)
-        expected = dict(literal.model.named_parameters())
-        for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
-            torch.testing.assert_close(parameter, expected[name], rtol=0.0, atol=tolerance)
+        update_both_and_compare(trainer, literal, t, window, tolerance)
         assert trainer.sharing.phase == ("shared" if t < 6 else "unshared")
     assert t == 12
 
@@ -173,12 +180,7 @@ def test_the_engine_is_algorithm_2_over_three_splits(
     trainer, _ = build_trainer(config, tmp_path, torch.float64)
     literal = LiteralAlgorithm2(config)
     for t, window in enumerate(windows(config, tmp_path), start=1):
-        trainer.maybe_unshare()
-        assert trainer.train_step(window)
-        literal.update(t, window)
-        expected = dict(literal.model.named_parameters())
-        for name, parameter in trainer.model.named_parameters(remove_duplicate=False):
-            torch.testing.assert_close(parameter, expected[name], rtol=0.0, atol=1e-9)
+        update_both_and_compare(trainer, literal, t, window, tolerance=1e-9)
         assert [list(range(*group)) for group in trainer.policy.groups_for(t + 1)] == literal.groups
     shapes = {str(groups) for groups in literal.groups_after}
     assert len(shapes) >= 4  # one group, and after each of three splits

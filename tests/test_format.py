@@ -16,10 +16,10 @@ from sharebert.data.format import (
     TokenStoreWriter,
     num_sequences,
     read_sequences,
-    sha256_of_file,
     token_dtype,
     write_meta,
 )
+from sharebert.files import sha256_of_file
 
 PAD, UNK, CLS, SEP, MASK = range(5)
 DOCUMENTS = [[10, 11, 12], [13], [14, 15, 16, 17, 18, 19, 20]]

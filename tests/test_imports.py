@@ -25,7 +25,8 @@ sharebert.unshare_policy sharebert.gradient_probe sharebert.optim sharebert.shar
     sharebert.flops sharebert.model.convert sharebert.model.bert sharebert.model.layers sharebert.model.heads
     sharebert.model sharebert.data.loader sharebert.data.masking sharebert.data.sampler
     sharebert.data.format sharebert.data
-sharebert.provenance sharebert.distributed sharebert.precision sharebert.launch sharebert.seeding sharebert.log
+sharebert.provenance sharebert.files sharebert.distributed sharebert.precision sharebert.launch
+    sharebert.seeding sharebert.log
 sharebert.config sharebert
 """
 ORDER = LISTED.split()

@@ -27,6 +27,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from sharebert.files import sha256_of_file
+
 FORMAT_VERSION = 1
 SPLITS = ("train", "validation")
 
@@ -276,12 +278,6 @@ def _expect_hash(path: Path, expected: str) -> None:
     _expect(path.is_file(), str(path), "no such file", "a part of a prepared corpus")
     came = sha256_of_file(path)
     _expect(came == expected, str(path), f"sha256 {came}", f"{expected} as meta.json says")
-
-
-def sha256_of_file(path: Path) -> str:
-    """Hex sha256 of a file's bytes; constant memory."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_meta(path: Path) -> dict[str, Any]:
