@@ -5,29 +5,30 @@ torch is imported by the verbs, not here: a wrong key is refused in well under t
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import logging
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import sharebert
-from sharebert import config as configuration
+from sharebert.compose import Cell, compose
 from sharebert.config import ConfigError, TrainConfig, check_world_size, from_dict, near_match
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, Ranks, detect_ranks
 from sharebert.log import set_up_logging
 
 logger = logging.getLogger(__name__)
 
-HYDRA_VERBS = ("train", "prepare")
+HYDRA_VERBS: dict[str, tuple[str, type]] = {
+    "train": ("train", TrainConfig),
+    "prepare": ("train", TrainConfig),
+}
+"""Primary configuration file and schema of each verb that Hydra reads."""
+JSON_VERBS = ("prepare",)
 PLAIN_VERBS = ("evaluate", "inspect", "export")
-MAX_FOLDER_LENGTH = 120
 
 NON_FINITE_ADVICE = (
     "Nothing was saved after it, so the same command goes on from the checkpoint before (see checkpoints/latest). "
@@ -83,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"sharebert {sharebert.__version__}")
         return EXIT_FINISHED
     verb, rest = arguments[0], arguments[1:]
-    if verb not in HYDRA_VERBS + PLAIN_VERBS:
-        known = HYDRA_VERBS + PLAIN_VERBS
+    if verb not in HYDRA_VERBS and verb not in PLAIN_VERBS:
+        known = (*HYDRA_VERBS, *PLAIN_VERBS)
         print(
             f"sharebert: unknown verb {verb!r}{near_match(verb, known)}; expected one of {', '.join(known)}",
             file=sys.stderr,
@@ -118,148 +119,31 @@ def _run_plain(verb: str, arguments: list[str]) -> int:
 
 
 def _run_hydra(verb: str, arguments: list[str], ranks: Ranks) -> int:
-    """Compose, convert and run: once, or for each job of a multirun. The highest exit status counts."""
+    """Compose, convert and run: once, or each cell of a sweep. The highest exit status counts."""
     as_json = "--json" in arguments
     arguments = [argument for argument in arguments if argument != "--json"]
-    if as_json and verb != "prepare":
-        raise ConfigError(f"--json: sharebert {verb} has no such flag; expected it with prepare")
-    is_multirun = any(argument in ("-m", "--multirun") for argument in arguments)
-    if is_multirun and ranks.world_size > 1:
+    if as_json and verb not in JSON_VERBS:
+        raise ConfigError(f"--json: sharebert {verb} has no such flag; expected it with {', '.join(JSON_VERBS)}")
+    primary, kind = HYDRA_VERBS[verb]
+    request = compose(verb, primary, kind, arguments)
+    if request.is_multirun and ranks.world_size > 1:
         raise ConfigError(
             f"-m: a sweep inside {ranks.world_size} ranks; expected one launch for each job, as in "
             "`torchrun ... -m sharebert train unshare.step=50`"
         )
-    run: Callable[[TrainConfig, Path], int]
-    run = (
-        (lambda config, folder: _train(config, folder, ranks))
-        if verb == "train"
-        else (lambda config, folder: _prepare(config, as_json))
-    )
-    return _compose_and_run(verb, arguments, run)
-
-
-def _compose_and_run(verb: str, arguments: list[str], run: Callable[[TrainConfig, Path], int]) -> int:
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    configuration.register()
-    OmegaConf.register_new_resolver("sharebert_run_name", _run_name, replace=True)
     statuses: list[int] = []
-
-    def job(composed: DictConfig) -> None:
-        hydra_config = HydraConfig.get()
+    for number, cell in enumerate(request.cells):
         if EXIT_STOPPED in statuses:
-            return  # whoever stopped a job stopped the sweep; the same command goes on with it
-        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
-        values["run_name"] = _run_name(values["run_name"], hydra_config.runtime.choices.get("experiment"))
-        folder = Path(values["output_dir"]) / values["run_name"]
-        if str(hydra_config.mode).endswith("MULTIRUN"):
-            folder /= job_folder(list(hydra_config.overrides.task), arguments)
-            logger.info("job %d: %s", hydra_config.job.num, folder)
-        statuses.append(_guarded(verb, lambda: run(from_dict(TrainConfig, values), folder)))
-
-    shows_all = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    with _hydra_reads([f"sharebert {verb}", *_flags_first(arguments)]):
-        try:
-            hydra.main(config_path="pkg://sharebert.conf", config_name="train", version_base="1.3")(job)()
-        except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-            if shows_all or isinstance(error, BrokenPipeError):
-                raise
-            raise ConfigError(_explain(error)) from error
+            break  # whoever stopped a job stopped the sweep; the same command goes on with it
+        if request.is_multirun:
+            logger.info("job %d: %s", number, cell.folder)
+        statuses.append(_guarded(verb, lambda cell=cell: _run_cell(verb, cell, ranks, as_json)))  # type: ignore[misc]
     return max(statuses, default=EXIT_FINISHED)
 
 
-@contextlib.contextmanager
-def _hydra_reads(argv: list[str]) -> Iterator[None]:
-    """Let Hydra find its arguments in sys.argv, and raise its errors (it would print them and exit with status 1)."""
-    before, setting = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
-    try:
-        yield
-    finally:
-        sys.argv = before
-        if setting is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = setting
-
-
-def _flags_first(arguments: Sequence[str]) -> list[str]:
-    """Move flags before the settings: Hydra's parser refuses settings on both sides of a flag."""
-    takes_value = {
-        "--cfg",
-        "--config-dir",
-        "--config-name",
-        "--config-path",
-        "--package",
-        "-c",
-        "-cd",
-        "-cn",
-        "-cp",
-        "-p",
-    }
-    flags: list[str] = []
-    settings: list[str] = []
-    previous = ""
-    for argument in arguments:
-        is_value = previous in takes_value
-        (flags if argument.startswith("-") or is_value else settings).append(argument)
-        previous = argument
-    return flags + settings
-
-
-def _run_name(given: str | None, experiment: str | None) -> str:
-    """The run's name: as given, else the experiment's, else `run`."""
-    return given or (experiment or "run").replace("/", "-")
-
-
-def job_folder(overrides: Sequence[str], arguments: Sequence[str] = ()) -> str:
-    """Name of a sweep's job below its run folder, from the job's overrides: no shell has to quote it.
-
-    The same overrides give the same name whatever their order, so the same command finds its runs again. What is
-    swept comes first: it has to stay readable where a long name is cut.
-
-    Args:
-        overrides: of this job.
-        arguments: of the whole sweep; an override that is not among them is swept.
-
-    >>> job_folder(["max_steps=150", "unshare.step=50"], ["max_steps=150", "unshare.step=50,100"])
-    'unshare.step-50_max_steps-150'
-    """
-    is_named = any(override.startswith("run_name=") for override in overrides)
-    in_path = ("run_name", "output_dir") if is_named else ("run_name", "output_dir", "experiment")
-    named = [item for item in overrides if item.lstrip("+~").split("=")[0] not in in_path] or list(overrides)
-    named.sort(key=lambda item: (item in arguments, item))
-    text = "_".join(item.lstrip("+~") for item in named).replace("=", "-")
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("-.")
-    if len(name) > MAX_FOLDER_LENGTH or name != text:
-        # Cut or replaced characters could make two jobs one.
-        name = f"{name[:MAX_FOLDER_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return name
-
-
-def _explain(error: BaseException) -> str:
-    """One message for people from Hydra's or OmegaConf's error: the key, what came, what was expected."""
-    cause = error.__cause__ if error.__cause__ is not None else error
-    text = str(cause).split("\n    full_key:")[0].strip()
-    key = str(getattr(cause, "full_key", "") or "")
-    if re.search(r"Key '.*' (is )?not in", text):
-        keys = configuration.flatten(configuration.to_dict(TrainConfig()))
-        groups = [key.split(".")[0] for key in keys if "." in key]
-        return f"{key}: no such key{near_match(key, [*keys, *groups])}"
-    missing = re.search(
-        r"Could not find '([^']+)'.*Available options in '([^']+)':\s*(.*?)(?:\n\n|Config search path|$)",
-        text,
-        re.DOTALL,
-    )
-    if missing:
-        options = missing[3].split()
-        wrong = missing[1].rsplit("/", 1)[-1]
-        return f"{missing[2]}={wrong}: expected one of {', '.join(options)}{near_match(wrong, options)}"
-    return f"{key}: {text}" if key and key not in text else text
+def _run_cell(verb: str, cell: Cell, ranks: Ranks, as_json: bool) -> int:
+    config = from_dict(TrainConfig, cell.values)
+    return _train(config, cell.folder, ranks) if verb == "train" else _prepare(config, as_json)
 
 
 def _guarded(verb: str, run: Callable[[], int]) -> int:

@@ -19,7 +19,8 @@ from omegaconf import OmegaConf
 
 import sharebert
 from sharebert import cli
-from sharebert.cli import job_folder, main
+from sharebert.cli import main
+from sharebert.compose import job_folder, run_name
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 from sharebert.update import Updater
 
@@ -249,7 +250,7 @@ def test_names_of_jobs_need_no_quoting_and_stay_apart() -> None:
 def test_a_run_is_named_as_given_else_after_its_experiment(
     given: str | None, experiment: str | None, name: str
 ) -> None:
-    assert cli._run_name(given, experiment) == name
+    assert run_name(given, experiment) == name
 
 
 def test_a_run_lies_below_output_dir_and_nothing_else_is_left(train: Train, tmp_path: Path, here: Path) -> None:

@@ -1,54 +1,11 @@
-"""Every setting of sharebert, its default, its meaning and its check.
-
-The dataclasses below are the only place of defaults; the YAML files under ``conf/`` make choices and
-state differences. Hydra composes a dictionary, :func:`from_dict` turns it into frozen dataclasses once,
-and everything below the command line sees only those. Standard library only (and Hydra's ConfigStore in
-:func:`register`), so that a wrong key is refused before torch is even imported.
-"""
+"""The settings of pretraining: verbs `train`, `prepare`, `plan` and `bench`."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import math
-import typing
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional, TypeVar
+from typing import Optional
 
-T = TypeVar("T")
-
-
-class ConfigError(ValueError):
-    """A setting is wrong; the message names the key, what came and what was expected."""
-
-
-def near_match(word: str, choices: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the choice nearest to `word`, or an empty string."""
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
-
-
-def _check(condition: bool, key: str, value: object, expected: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}={value!r}: expected {expected}")
-
-
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{key}={value!r}: expected one of {', '.join(choices)}{near_match(value, choices)}")
-
-
-def _check_positive(group: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _check(value is None or 0 < value < math.inf, f"{group}{name}", value, "a number above 0")
-
-
-def _check_fraction(group: str, config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _check(value is None or 0.0 <= value <= 1.0, f"{group}{name}", value, "a number from 0 to 1")
+from sharebert.config.checks import check, check_choice, check_fraction, check_positive
 
 
 @dataclass(frozen=True)
@@ -78,12 +35,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "num_heads", "intermediate_size", "max_position_embeddings")
-        _check_positive("model.", self, *sizes, "initializer_range")
-        _check_choice("model.norm", self.norm, ("pre", "post"))
+        check_positive("model.", self, *sizes, "initializer_range")
+        check_choice("model.norm", self.norm, ("pre", "post"))
         for name in ("dropout", "attention_dropout"):
             value = getattr(self, name)
-            _check(0.0 <= value < 1.0, f"model.{name}", value, "a number from 0 up to, not including, 1")
-        _check(
+            check(0.0 <= value < 1.0, f"model.{name}", value, "a number from 0 up to, not including, 1")
+        check(
             self.hidden_size % self.num_heads == 0,
             "model.hidden_size",
             self.hidden_size,
@@ -142,23 +99,23 @@ class DataConfig:
     """Processes that tokenise; null: one for each usable core."""
 
     def __post_init__(self) -> None:
-        _check_choice("data.source", self.source, ("python_docs", "text_files", "hf_dataset"))
-        _check_choice("data.txt_documents", self.txt_documents, ("blank_line", "line"))
-        _check_choice("data.errors", self.errors, ("strict", "replace", "skip"))
-        _check_positive("data.", self, "vocab_size", "num_proc", "max_characters")
+        check_choice("data.source", self.source, ("python_docs", "text_files", "hf_dataset"))
+        check_choice("data.txt_documents", self.txt_documents, ("blank_line", "line"))
+        check_choice("data.errors", self.errors, ("strict", "replace", "skip"))
+        check_positive("data.", self, "vocab_size", "num_proc", "max_characters")
         least, most = self.min_characters, self.max_characters
-        _check(least >= 0, "data.min_characters", least, "at least 0")
-        _check(most is None or most >= least, "data.max_characters", most, f"at least data.min_characters={least}")
-        _check(self.seq_len >= 8, "data.seq_len", self.seq_len, "at least 8")
-        _check_fraction("data.", self, "validation_fraction")
+        check(least >= 0, "data.min_characters", least, "at least 0")
+        check(most is None or most >= least, "data.max_characters", most, f"at least data.min_characters={least}")
+        check(self.seq_len >= 8, "data.seq_len", self.seq_len, "at least 8")
+        check_fraction("data.", self, "validation_fraction")
         if self.source == "text_files":
-            _check(bool(self.files), "data.files", self.files, "at least one path or glob with data.source=text_files")
+            check(bool(self.files), "data.files", self.files, "at least one path or glob with data.source=text_files")
         if self.source == "hf_dataset":
-            _check(bool(self.hf_path), "data.hf_path", self.hf_path, "a name or folder with data.source=hf_dataset")
+            check(bool(self.hf_path), "data.hf_path", self.hf_path, "a name or folder with data.source=hf_dataset")
         entries = len(self.files) + (self.source == "hf_dataset")
         expected = f"one whole number from 1 for each of {entries} (the dataset, if any, and the entries of data.files)"
         is_one_each = len(self.repeats) == entries and all(number >= 1 for number in self.repeats)
-        _check(not self.repeats or is_one_each, "data.repeats", self.repeats, expected)
+        check(not self.repeats or is_one_each, "data.repeats", self.repeats, expected)
 
 
 @dataclass(frozen=True)
@@ -175,10 +132,10 @@ class MaskingConfig:
     """Share of the chosen tokens shown as a random token; the rest are shown unchanged."""
 
     def __post_init__(self) -> None:
-        _check(0.0 < self.probability < 1.0, "masking.probability", self.probability, "a number between 0 and 1")
-        _check_fraction("masking.", self, "mask_share", "random_share")
+        check(0.0 < self.probability < 1.0, "masking.probability", self.probability, "a number between 0 and 1")
+        check_fraction("masking.", self, "mask_share", "random_share")
         total = self.mask_share + self.random_share
-        _check(total <= 1.0 + 1e-9, "masking.mask_share + masking.random_share", total, "at most 1")
+        check(total <= 1.0 + 1e-9, "masking.mask_share + masking.random_share", total, "at most 1")
 
 
 POLICIES = ("fixed", "adaptive", "multi_step", "never", "always")
@@ -214,18 +171,18 @@ class UnshareConfig:
     """For `never`: layers start `independent` (as an ordinary BERT) or from the `same` weights."""
 
     def __post_init__(self) -> None:
-        _check_choice("unshare.policy", self.policy, POLICIES)
-        _check_choice("unshare.optimizer_state", self.optimizer_state, ("copy", "reset"))
-        _check_choice("unshare.initial", self.initial, ("independent", "same"))
-        _check_positive("unshare.", self, "step", "unit_layers", "check_every", "patience", "latest_step")
-        _check_fraction("unshare.", self, "fraction")
-        _check(-1.0 < self.threshold < 1.0, "unshare.threshold", self.threshold, "a number between -1 and 1")
-        _check(self.earliest_step >= 0, "unshare.earliest_step", self.earliest_step, "a number of at least 0")
+        check_choice("unshare.policy", self.policy, POLICIES)
+        check_choice("unshare.optimizer_state", self.optimizer_state, ("copy", "reset"))
+        check_choice("unshare.initial", self.initial, ("independent", "same"))
+        check_positive("unshare.", self, "step", "unit_layers", "check_every", "patience", "latest_step")
+        check_fraction("unshare.", self, "fraction")
+        check(-1.0 < self.threshold < 1.0, "unshare.threshold", self.threshold, "a number between -1 and 1")
+        check(self.earliest_step >= 0, "unshare.earliest_step", self.earliest_step, "a number of at least 0")
         latest, expected = self.latest_step, f"at least unshare.earliest_step={self.earliest_step}, or null"
-        _check(latest is None or latest >= self.earliest_step, "unshare.latest_step", latest, expected)
+        check(latest is None or latest >= self.earliest_step, "unshare.latest_step", latest, expected)
         if self.policy in ("adaptive", "multi_step"):
             expected = f"a number of updates with unshare.policy={self.policy}"
-            _check(self.check_every is not None, "unshare.check_every", self.check_every, expected)
+            check(self.check_every is not None, "unshare.check_every", self.check_every, expected)
 
 
 @dataclass(frozen=True)
@@ -256,14 +213,14 @@ class OptimConfig:
     """For `wsd`: share of max_steps, at the end, over which the rate falls to 0."""
 
     def __post_init__(self) -> None:
-        _check_choice("optim.name", self.name, ("adamw", "sgd"))
-        _check_choice("optim.schedule", self.schedule, ("linear", "cosine", "constant", "wsd"))
-        _check_positive("optim.", self, "lr", "eps", "clip_norm")
-        _check(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "a number of at least 0")
-        _check(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "a number of at least 0")
-        _check_fraction("optim.", self, "decay_fraction")
+        check_choice("optim.name", self.name, ("adamw", "sgd"))
+        check_choice("optim.schedule", self.schedule, ("linear", "cosine", "constant", "wsd"))
+        check_positive("optim.", self, "lr", "eps", "clip_norm")
+        check(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "a number of at least 0")
+        check(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "a number of at least 0")
+        check_fraction("optim.", self, "decay_fraction")
         betas_are_valid = len(self.betas) == 2 and all(0.0 <= beta < 1.0 for beta in self.betas)
-        _check(betas_are_valid, "optim.betas", list(self.betas), "two numbers from 0 up to, not including, 1")
+        check(betas_are_valid, "optim.betas", list(self.betas), "two numbers from 0 up to, not including, 1")
         object.__setattr__(self, "betas", (float(self.betas[0]), float(self.betas[1])))
 
 
@@ -285,13 +242,13 @@ class EngineConfig:
     """Processes that read and mask batches; null: 0 on CPU, 2 on CUDA."""
 
     def __post_init__(self) -> None:
-        _check_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
-        _check_choice("engine.precision", self.precision, ("auto", "bf16", "fp16", "fp32"))
+        check_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
+        check_choice("engine.precision", self.precision, ("auto", "bf16", "fp16", "fp32"))
         object.__setattr__(self, "compile", str(self.compile).lower())
-        _check_choice("engine.compile", self.compile, ("auto", "true", "false"))
-        _check_positive("engine.", self, "micro_batch_size")
+        check_choice("engine.compile", self.compile, ("auto", "true", "false"))
+        check_positive("engine.", self, "micro_batch_size")
         workers = self.num_workers
-        _check(workers is None or workers >= 0, "engine.num_workers", workers, "a number of at least 0, or null")
+        check(workers is None or workers >= 0, "engine.num_workers", workers, "a number of at least 0, or null")
 
 
 @dataclass(frozen=True)
@@ -308,8 +265,8 @@ class CheckpointConfig:
     """`auto` (from the newest good checkpoint of the run folder), `never`, or the path of a checkpoint."""
 
     def __post_init__(self) -> None:
-        _check_positive("checkpoint.", self, "every_steps", "keep_last", "keep_every")
-        _check(bool(self.resume), "checkpoint.resume", self.resume, "auto, never, or the path of a checkpoint")
+        check_positive("checkpoint.", self, "every_steps", "keep_last", "keep_every")
+        check(bool(self.resume), "checkpoint.resume", self.resume, "auto, never, or the path of a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -322,7 +279,7 @@ class EvaluationConfig:
     """Upper bound of the held-out sequences, chosen by a hash of their content."""
 
     def __post_init__(self) -> None:
-        _check_positive("evaluation.", self, "every_steps", "max_sequences")
+        check_positive("evaluation.", self, "every_steps", "max_sequences")
 
 
 @dataclass(frozen=True)
@@ -339,7 +296,7 @@ class LoggingConfig:
     """Project of the W&B run."""
 
     def __post_init__(self) -> None:
-        _check_positive("logging.", self, "every_steps")
+        check_positive("logging.", self, "every_steps")
 
 
 @dataclass(frozen=True)
@@ -380,87 +337,24 @@ class TrainConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
-        _check_positive("", self, "max_steps", "global_batch_size")
-        _check(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 below 2**63")
+        check_positive("", self, "max_steps", "global_batch_size")
+        check(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 below 2**63")
         positions = self.model.max_position_embeddings
         expected = f"at most model.max_position_embeddings={positions}"
-        _check(self.data.seq_len <= positions, "data.seq_len", self.data.seq_len, expected)
+        check(self.data.seq_len <= positions, "data.seq_len", self.data.seq_len, expected)
         layers, unit_layers = self.model.num_layers, self.unshare.unit_layers
         expected = f"a divisor of model.num_layers={layers}"
-        _check(layers % unit_layers == 0, "unshare.unit_layers", unit_layers, expected)
+        check(layers % unit_layers == 0, "unshare.unit_layers", unit_layers, expected)
         if self.unshare.policy in ("adaptive", "multi_step"):
             expected = f"at least two units to compare with unshare.policy={self.unshare.policy}"
-            _check(layers > unit_layers, "model.num_layers / unshare.unit_layers", layers // unit_layers, expected)
+            check(layers > unit_layers, "model.num_layers / unshare.unit_layers", layers // unit_layers, expected)
         if self.unshare.policy == "fixed":
             step, expected = self.unshare.step, f"at most max_steps={self.max_steps}"
-            _check(step is None or step <= self.max_steps, "unshare.step", step, expected)
+            check(step is None or step <= self.max_steps, "unshare.step", step, expected)
 
 
 def check_world_size(config: TrainConfig, world_size: int) -> None:
     """Refuse a global batch that cannot be split evenly over `world_size` processes."""
     expected = f"a multiple of the {world_size} processes of this job"
     divides = config.global_batch_size % world_size == 0
-    _check(divides, "global_batch_size", config.global_batch_size, expected)
-
-
-def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build the (nested) dataclass `cls` from plain dictionaries, with all its checks.
-
-    Raises:
-        ConfigError: an unknown key (with the near match), or a value that a check refuses.
-    """
-    hints = typing.get_type_hints(cls)
-    unknown = [key for key in values if key not in hints]
-    if unknown:
-        raise ConfigError(f"{path}{unknown[0]}: no such key{near_match(unknown[0], hints)}")
-    arguments: dict[str, Any] = {}
-    for key, value in values.items():
-        hint = hints[key]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            arguments[key] = from_dict(hint, value, f"{path}{key}.")
-        else:
-            arguments[key] = value
-    return cls(**arguments)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Plain nested dictionaries, as JSON and YAML can hold them (tuples become lists)."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    return typing.cast("dict[str, Any]", plain(dataclasses.asdict(config)))
-
-
-def flatten(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """``{"model": {"norm": "pre"}}`` as ``{"model.norm": "pre"}``."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{path}{key}."))
-        else:
-            flat[f"{path}{key}"] = value
-    return flat
-
-
-def register() -> None:
-    """Put the schema of `train` into Hydra's ConfigStore as `train_schema`.
-
-    OmegaConf makes nodes of frozen dataclasses read-only, and Hydra could not apply an override to them:
-    the flag is taken off the nodes, the dataclasses stay frozen.
-    """
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import DictConfig, OmegaConf
-
-    def thaw(node: DictConfig) -> None:
-        OmegaConf.set_readonly(node, None)
-        for key in node:
-            child = node._get_node(key)
-            if isinstance(child, DictConfig):
-                thaw(child)
-
-    schema = OmegaConf.structured(TrainConfig)
-    thaw(schema)
-    ConfigStore.instance().store(name="train_schema", node=schema)
+    check(divides, "global_batch_size", config.global_batch_size, expected)

@@ -1,0 +1,30 @@
+"""The way of the dataclasses into Hydra."""
+
+from __future__ import annotations
+
+from sharebert.config.train import TrainConfig
+
+SCHEMAS: dict[str, type] = {"train_schema": TrainConfig}
+"""Name of each schema in the defaults list of a primary configuration."""
+
+
+def register() -> None:
+    """Put every schema into Hydra's ConfigStore.
+
+    OmegaConf makes nodes of frozen dataclasses read-only, and Hydra could not apply an override to them:
+    the flag is taken off the nodes, the dataclasses stay frozen.
+    """
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import DictConfig, OmegaConf
+
+    def thaw(node: DictConfig) -> None:
+        OmegaConf.set_readonly(node, None)
+        for key in node:
+            child = node._get_node(key)
+            if isinstance(child, DictConfig):
+                thaw(child)
+
+    for name, kind in SCHEMAS.items():
+        schema = OmegaConf.structured(kind)
+        thaw(schema)
+        ConfigStore.instance().store(name=name, node=schema)
