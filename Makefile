@@ -13,8 +13,8 @@ help: ## Show this list
 demo: .venv/.installed ## Pretrain a small BERT on real text, shared, then unshared: outputs/demo
 	$(BIN)/sharebert train +experiment=demo
 
-test: .venv/.installed ## Run all fast tests
-	$(BIN)/python -m pytest
+test: .venv/.installed ## Run all fast tests, on two cores
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: .venv/.installed ## Run the long loops and drills
 	$(BIN)/python -m pytest -m slow

@@ -12,8 +12,9 @@ from sharebert.cli import main
 
 
 @pytest.fixture
-def run(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def run(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A finished run."""
+    monkeypatch.setattr("sys.argv", ["sharebert", "train"])
     assert train("run_name=a", "evaluation.every_steps=null") == 0
     capsys.readouterr()
     return tmp_path / "outputs/a"
@@ -31,7 +32,7 @@ def test_inspect_prints_phase_step_and_groups_for_programs(run: Path, capsys: py
     assert (unshared["phase"], unshared["layer_groups"]) == ("unshared", [[0, 1], [1, 2], [2, 3], [3, 4]])
     assert unshared["parameters"]["unique"] == unshared["parameters"]["effective"] == shared["parameters"]["effective"]
     assert {"config", "corpus", "git_commit", "command_line", "library_versions", "files"} <= unshared.keys()
-    assert "train" in unshared["command_line"]
+    assert unshared["command_line"] == "sharebert train"
 
 
 def test_inspect_says_it_to_people_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
