@@ -5,19 +5,28 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint clean
+.PHONY: help demo study test test-slow fault-drill lint clean
 
 help: ## Show this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/.installed ## Pretrain a small BERT on real text, shared, then unshared: outputs/demo
 	$(BIN)/sharebert train +experiment=demo
+
+# Hours; the same command goes on where it stopped. STEPS=small: minutes. DEVICE=cuda: one GPU. CORPUS='a.jsonl.gz ...':
+# your text, VALID='...': held-out text besides. ARGS: more flags, see `python -m sharebert.study --help`.
+study: .venv/.installed ## Compare sharing with baselines on real text, with seeds: outputs/study (STEPS=small DEVICE=cuda CORPUS=...)
+	$(BIN)/python -m sharebert.study $(if $(STEPS),--steps $(STEPS)) $(if $(DEVICE),--device $(DEVICE)) \
+	  $(if $(CORPUS),--corpus $(CORPUS)) $(if $(VALID),--valid $(VALID)) $(ARGS)
 
 test: .venv/.installed ## Run all fast tests, on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: .venv/.installed ## Run the long loops and drills
 	$(BIN)/python -m pytest -m slow
+
+fault-drill: .venv/.installed ## Kill, freeze and damage small runs in every way, and compare the ends: 10 minutes (SEED=...)
+	PYTHONPATH=tests $(BIN)/python -m drill $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: .venv/.installed ## Check style, formatting and types
 	$(BIN)/ruff check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,9 @@ from data_prep.clean import clean_and_count
 from data_prep.faults import Faults
 from data_prep.sources import Source
 from sharebert.config import DataConfig
+
+CheckStop = Callable[[], None]
+"""Raises :class:`sharebert.launch.StopRequested` once a stop is wanted."""
 
 
 class Document(NamedTuple):
@@ -67,8 +70,10 @@ class SeenDocuments:
                 self.add(key)
 
 
-def iterate_documents(sources: Sequence[Source], config: DataConfig, counts: DocumentCounts) -> Iterator[Document]:
-    """The kept documents of all sources in order; `counts` is filled on the way.
+def iterate_documents(
+    sources: Sequence[Source], config: DataConfig, counts: DocumentCounts, check_stop: CheckStop = lambda: None
+) -> Iterator[Document]:
+    """The kept documents of all sources in order; `counts` is filled on the way, `check_stop` called before each.
 
     The split is decided by a hash of the cleaned text alone: it does not move when other documents come or
     go, and equal documents are always on the same side.
@@ -78,6 +83,7 @@ def iterate_documents(sources: Sequence[Source], config: DataConfig, counts: Doc
     for source in sources:
         counts.by_source.append(0)
         for raw_text in source.read(counts):
+            check_stop()
             counts.by_source[-1] += 1
             text, control_characters, long_words = clean_and_count(raw_text)
             counts.repaired["control_characters"] += control_characters

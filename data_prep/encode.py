@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -21,6 +19,7 @@ import numpy as np
 from data_prep.documents import Document
 from data_prep.tokenizer import find_special_ids, load_text_tokenizer, vocabulary_size
 from sharebert.data.format import Ids, Int64Array, SpecialIds, token_dtype
+from sharebert.launch import leave_signals_to_parent
 
 BATCH_CHARACTERS = 250_000
 BATCH_DOCUMENTS = 1_000
@@ -107,18 +106,9 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(tokenizer_path: Path) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    leave_signals_to_parent()  # which ends the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process is one core's worth
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends the pool
     _worker["encoder"] = TextEncoder(tokenizer_path)
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end its pool: without this the workers would wait for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _encode_in_worker(texts: list[str]) -> EncodedBatch:

@@ -7,7 +7,8 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from data_prep.cache import CorpusPlan, open_planned, plan_corpus
-from data_prep.documents import Document, DocumentCounts, iterate_documents
+from data_prep.documents import CheckStop, Document, DocumentCounts, iterate_documents
 from data_prep.encode import TextEncoder, encode_documents
 from data_prep.sample import TextSample
 from data_prep.sources import open_files
@@ -27,26 +28,31 @@ from data_prep.tokenizer import load_given_tokenizer, load_text_tokenizer, train
 from sharebert.config import ConfigError, DataConfig
 from sharebert.data.format import DataError, PreparedCorpus, TokenStore, TokenStoreWriter, write_meta
 from sharebert.files import sha256_of_file, sync
+from sharebert.launch import StopRequested
 
 logger = logging.getLogger(__name__)
 
 _POOL_PAYS_BYTES = 16_000_000  # below that, starting processes takes longer than they save
 _TOLERATED_SHORTFALL = 0.05  # of data.vocab_size
+_LOOK_SECONDS = 0.5  # between two looks whether a stop is wanted, while another process prepares
 
 
-def prepare_corpus(config: DataConfig, progress: bool = False) -> PreparedCorpus:
+def prepare_corpus(config: DataConfig, progress: bool = False, check_stop: CheckStop = lambda: None) -> PreparedCorpus:
     """The prepared corpus that `config` describes, made now unless it is there.
 
     Safe to call from several processes at once: one does the work, the others wait for it.
 
     Args:
         progress: show progress bars.
+        check_stop: called before each document.
 
     Raises:
         ConfigError: a setting that names something which is not there or does not fit.
         DataError: text that cannot be read, or too little of it.
+        StopRequested: by `check_stop`; what is tokenised is kept.
     """
     plan = plan_corpus(config)
+    check_stop()
     if (corpus := open_planned(plan)) is not None:
         logger.info("corpus: %s is prepared", plan.folder)
         return corpus
@@ -57,19 +63,24 @@ def prepare_corpus(config: DataConfig, progress: bool = False) -> PreparedCorpus
         came = f"data.cache_dir={config.cache_dir}" if config.cache_dir else f"cache folder {plan.folder.parent}"
         expected = "a folder that can be written; set data.cache_dir or SHAREBERT_CACHE"
         raise ConfigError(f"{came}: {error.strerror}, expected {expected}") from error
-    lock = FileLock(f"{plan.folder}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        logger.info("corpus: waiting for another process that prepares %s", plan.folder)
-        lock.acquire()
-    try:
-        return open_planned(plan) or _build(plan, config, progress)
-    finally:
-        lock.release()
+    with _lock(plan, check_stop):
+        return open_planned(plan) or _build(plan, config, progress, check_stop)
 
 
-def _build(plan: CorpusPlan, config: DataConfig, progress: bool) -> PreparedCorpus:
+def _lock(plan: CorpusPlan, check_stop: CheckStop) -> AbstractContextManager[object]:
+    """The lock of the corpus, acquired; a context that lets go of it."""
+    lock, is_free = FileLock(f"{plan.folder}.lock"), True
+    while True:
+        try:
+            return lock.acquire(timeout=0 if is_free else _LOOK_SECONDS)
+        except Timeout:
+            if is_free:
+                logger.info("corpus: waiting for another process that prepares %s", plan.folder)
+            is_free = False
+            check_stop()
+
+
+def _build(plan: CorpusPlan, config: DataConfig, progress: bool, check_stop: CheckStop) -> PreparedCorpus:
     """Prepare in a folder beside the final one and rename it at the end; holds the lock.
 
     What a killed process left there is used; only text or settings that do not fit take it away.
@@ -80,20 +91,20 @@ def _build(plan: CorpusPlan, config: DataConfig, progress: bool) -> PreparedCorp
     partial = plan.folder.with_name(f"{plan.folder.name}.partial")
     partial.mkdir(exist_ok=True)
     try:
-        _write_tokenizer(plan, config, partial, progress)
+        _write_tokenizer(plan, config, partial, progress, check_stop)
         encoder = TextEncoder(partial / "tokenizer.json")
-        meta = _write_tokens(plan, config, partial, encoder, progress)
+        meta = _write_tokens(plan, config, partial, encoder, progress, check_stop)
         write_meta(partial / "meta.json", meta, encoder.special_ids)
     except (ConfigError, DataError):
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    (partial / JOURNAL).unlink()
     os.replace(partial, plan.folder)
-    (plan.folder / JOURNAL).unlink()
     log_summary(meta, time.monotonic() - started)
     return PreparedCorpus.open(plan.folder)
 
 
-def _write_tokenizer(plan: CorpusPlan, config: DataConfig, folder: Path, progress: bool) -> None:
+def _write_tokenizer(plan: CorpusPlan, config: DataConfig, folder: Path, progress: bool, check_stop: CheckStop) -> None:
     """Write tokenizer.json: the given one, the one trained before on the same text, or a new one."""
     path = folder / "tokenizer.json"
     if config.tokenizer is not None:
@@ -109,16 +120,17 @@ def _write_tokenizer(plan: CorpusPlan, config: DataConfig, folder: Path, progres
             logger.info("tokenizer: %s is trained", plan.tokenizer_path)
             shutil.copyfile(plan.tokenizer_path, path)
             return
-    _train_tokenizer(plan, config, folder, progress).save(str(path))
-    kept = Path(shutil.copyfile(path, f"{plan.tokenizer_path}.{os.getpid()}"))
+    _train_tokenizer(plan, config, folder, progress, check_stop).save(str(path))
+    kept = Path(shutil.copyfile(path, folder / "tokenizer.new"))  # whoever comes after a kill here writes it again
     sync(kept)
     os.replace(kept, plan.tokenizer_path)
 
 
-def _train_tokenizer(plan: CorpusPlan, config: DataConfig, folder: Path, progress: bool) -> Any:
+def _train_tokenizer(plan: CorpusPlan, config: DataConfig, folder: Path, progress: bool, check_stop: CheckStop) -> Any:
     counts, num_documents = DocumentCounts(config.errors), 0
     with closing(TextSample(folder)) as sample:
-        for document in _bar(iterate_documents(plan.sources, config, counts), "reading", 0, progress):
+        documents = iterate_documents(plan.sources, config, counts, check_stop)
+        for document in _bar(documents, "reading", 0, progress):
             num_documents += 1
             if not document.is_validation:  # the vocabulary must not know the held-out text either
                 sample.add(document.text, document.sample_key)
@@ -145,7 +157,7 @@ def _bar(items: Iterable[Document], what: str, done: int, progress: bool) -> Ite
 
 
 def _write_tokens(
-    plan: CorpusPlan, config: DataConfig, folder: Path, encoder: TextEncoder, progress: bool
+    plan: CorpusPlan, config: DataConfig, folder: Path, encoder: TextEncoder, progress: bool, check_stop: CheckStop
 ) -> dict[str, Any]:
     """Write both token stores, going on where a killed process was; returns the content of meta.json."""
     counts, tokenizer_sha256 = DocumentCounts(config.errors), sha256_of_file(folder / "tokenizer.json")
@@ -153,11 +165,18 @@ def _write_tokens(
     with TokenFiles(folder, encoder, config.repeats, identity) as files:
         if done := files.progress.documents_done:
             logger.info("corpus: going on after %s documents that are tokenised", f"{done:,}")
-        documents = islice(iterate_documents(plan.sources, config, counts), done, None)  # read again, for the counts
-        shown = _bar(documents, "tokenising", done, progress)
-        with closing(encode_documents(shown, folder / "tokenizer.json", _num_proc(plan, config))) as encoded:
-            for batch, tokens in encoded:
-                files.append(batch, tokens)
+        documents = iterate_documents(plan.sources, config, counts, check_stop)  # from the first one, for the counts
+        shown = _bar(islice(documents, done, None), "tokenising", done, progress)
+        try:
+            with closing(encode_documents(shown, folder / "tokenizer.json", _num_proc(plan, config))) as encoded:
+                for batch, tokens in encoded:
+                    files.append(batch, tokens)
+        except StopRequested:
+            files.checkpoint()
+            raise
+        except BrokenProcessPool:
+            check_stop()  # a stop signal that goes to all processes ends workers that have just been started
+            raise
         files.finish()
     meta = meta_content(plan, config, counts, files)
     train, validation = meta["splits"]["train"]["documents"], meta["splits"]["validation"]["documents"]

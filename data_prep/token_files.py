@@ -95,9 +95,10 @@ class TokenFiles:
         progress.empty += int((tokens.lengths == 0).sum())
         progress.documents_done += len(batch)
         if self._num_tokens() - self._tokens_at_checkpoint >= CHECKPOINT_TOKENS:
-            self._checkpoint()
+            self.checkpoint()
 
-    def _checkpoint(self) -> None:
+    def checkpoint(self) -> None:
+        """Bring what was appended to disk, and enter it in the journal."""
         for split, writer in self.writers.items():
             writer.flush()
             self.progress.stores[split] = (writer.num_documents, writer.num_tokens)
@@ -137,7 +138,7 @@ class TokenFiles:
     def finish(self) -> None:
         """End the last group, and note in the journal that all is written; `writers` and `progress` hold the counts."""
         self._end_group(self.progress.group + 1)
-        self._checkpoint()
+        self.checkpoint()
         self.close()
 
     def close(self) -> None:

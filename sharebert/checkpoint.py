@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -33,13 +34,19 @@ MODEL_FILE, STATE_FILE, TOKENIZER_FILE, META_FILE = (
     "tokenizer.json",
     "meta.json",
 )
-_NAME = re.compile(r"step-(\d{8,})-(shared|partly-shared|unshared)")
+_NAME = re.compile(r"step-(\d{8,})-(shared|partly-shared|unshared|finetuned)")
 _TEMPORARY, _DELETED = ".saving-", ".deleting-"
-PHASES = ("shared", "partly-shared", "unshared")
+FINETUNED = "finetuned"
+"""The phase of a checkpoint of `sharebert finetune`: a model of Transformers, with a task's head."""
+PHASES = ("shared", "partly-shared", "unshared", FINETUNED)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written; the message names the file."""
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint is not damaged, but written by a newer version."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,8 @@ def read_meta(path: Path) -> dict[str, Any]:
     """`meta.json` of a checkpoint, checked against its own checksum.
 
     Raises:
-        CheckpointError: missing, damaged, or written by a newer format.
+        CheckpointError: missing or damaged.
+        NewerFormatError: written by a newer format.
     """
     file = path / META_FILE
     try:
@@ -79,7 +87,7 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: its checksum does not fit its content")
     if meta["format_version"] > FORMAT_VERSION:
         version = meta["format_version"]
-        raise CheckpointError(f"{file}: format version {version}; this sharebert reads up to {FORMAT_VERSION}")
+        raise NewerFormatError(f"{file}: format version {version}; this sharebert reads up to {FORMAT_VERSION}")
     return meta
 
 
@@ -101,15 +109,29 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def find_newest_good(folder: Path) -> Path | None:
-    """The checkpoint of the highest step that is whole; damaged ones are named and passed over."""
+    """The checkpoint of the highest step that is whole. For the owner of the folder.
+
+    Damaged ones are named and moved aside, as retention would count them in place of good ones; `latest` is mended.
+
+    Raises:
+        NewerFormatError: one was written by a newer version; to go on from an older one would be another history.
+    """
+    newest = None
     for entry in reversed(list_checkpoints(folder)):
         try:
             verify(entry.path)
+        except NewerFormatError:
+            raise
         except CheckpointError as error:
             logger.warning("checkpoint %s is damaged and passed over: %s", entry.path.name, error)
+            with contextlib.suppress(OSError):  # a folder that cannot be written
+                _move_aside(entry.path)
         else:
-            return entry.path
-    return None
+            newest = entry.path
+            break
+    with contextlib.suppress(OSError):
+        _point_latest_to(newest, folder)
+    return newest
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -131,14 +153,14 @@ class CheckpointFolder:
         self.keep_every = keep_every
 
     def save(
-        self, *, tensors: dict[str, Tensor], training_state: dict[str, Any], tokenizer: Path, meta: dict[str, Any]
+        self, *, tensors: dict[str, Tensor], training_state: dict[str, Any], tokenizer: bytes, meta: dict[str, Any]
     ) -> Path:
         """Write a checkpoint and delete what retention no longer keeps; returns its folder.
 
         Args:
             tensors: unique tensors of the model by name.
             training_state: what resuming needs besides, loadable with ``weights_only=True``.
-            tokenizer: the run's tokenizer.json, copied along so that a checkpoint is usable by itself.
+            tokenizer: content of the run's tokenizer.json, saved along so that a checkpoint is usable by itself.
             meta: at least `step`, `phase` and `before_unsharing`; format version and checksums are added.
 
         Raises:
@@ -152,48 +174,17 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            self._write_files(temporary, tensors, training_state, tokenizer, meta)
+            write_files(temporary, tensors, training_state, tokenizer, meta)
             if target.exists():
-                aside = free_name(target, "damaged")
-                target.rename(aside)
-                logger.warning("moved %s aside to %s", target, aside.name)
+                _move_aside(target)
             temporary.rename(target)
             sync(self.path)
-            self._point_latest_to(name)
+            _point_latest_to(target, self.path)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"{target}: could not be written ({error}); older checkpoints are intact") from error
         self._delete_old(meta["step"])
         return target
-
-    def _write_files(
-        self,
-        folder: Path,
-        tensors: dict[str, Tensor],
-        training_state: dict[str, Any],
-        tokenizer: Path,
-        meta: dict[str, Any],
-    ) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / MODEL_FILE)
-        torch.save(training_state, folder / STATE_FILE)
-        shutil.copyfile(tokenizer, folder / TOKENIZER_FILE)
-        files = {}
-        for name in (MODEL_FILE, STATE_FILE, TOKENIZER_FILE):
-            file = folder / name
-            sync(file)
-            files[name] = {"bytes": file.stat().st_size, "sha256": sha256_of_file(file)}
-        meta = json.loads(json.dumps({"format_version": FORMAT_VERSION, **meta, "files": files}))
-        meta["meta_sha256"] = _meta_checksum(meta)
-        (folder / META_FILE).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
-        sync(folder / META_FILE)
-        sync(folder)
-
-    def _point_latest_to(self, name: str) -> None:
-        link = self.path / f"{_TEMPORARY}latest"
-        with contextlib.suppress(FileNotFoundError):
-            link.unlink()
-        link.symlink_to(name)
-        link.replace(self.path / "latest")
 
     def _delete_old(self, step: int) -> None:
         """Delete what is older than the newest `keep_last` up to `step`.
@@ -211,6 +202,74 @@ class CheckpointFolder:
                 # Under its own name a checkpoint is whole at any moment, also while it is being deleted.
                 doomed = entry.path.rename(self.path / f"{_DELETED}{entry.path.name}")
                 shutil.rmtree(doomed, ignore_errors=True)
+
+
+def write_files(
+    folder: Path, tensors: dict[str, Tensor], training_state: dict[str, Any], tokenizer: bytes, meta: dict[str, Any]
+) -> None:
+    """Write the files of a checkpoint into the empty `folder`, and sync them; as :meth:`CheckpointFolder.save`."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / MODEL_FILE)
+    torch.save(training_state, folder / STATE_FILE)
+    (folder / TOKENIZER_FILE).write_bytes(tokenizer)
+    files = {}
+    for name in (MODEL_FILE, STATE_FILE, TOKENIZER_FILE):
+        file = folder / name
+        sync(file)
+        files[name] = {"bytes": file.stat().st_size, "sha256": sha256_of_file(file)}
+    meta = json.loads(json.dumps({**meta, "format_version": FORMAT_VERSION, "files": files}))
+    meta["meta_sha256"] = _meta_checksum(meta)
+    (folder / META_FILE).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    sync(folder / META_FILE)
+    sync(folder)
+
+
+def link_checkpoint(source: Path, folder: Path, texts: Mapping[str, str]) -> None:
+    """The checkpoint `source` once more, below `folder` and under the same name: whole or absent, as by a save.
+
+    Its files are hard links, which cost no space and outlive the source; copies where the file system has none. A
+    checkpoint of that name is replaced. For one writer at a time in `folder`.
+
+    Args:
+        source: a checkpoint.
+        folder: where it goes.
+        texts: contents of further files in it, by name.
+
+    Raises:
+        OSError: the file system refused.
+    """
+    target, temporary = folder / source.name, folder / f"{_TEMPORARY}{source.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for file in source.iterdir():
+        try:
+            (temporary / file.name).hardlink_to(file)
+        except OSError:
+            shutil.copyfile(file, temporary / file.name)
+            sync(temporary / file.name)
+    for name, text in texts.items():
+        (temporary / name).write_text(text, encoding="utf-8")
+        sync(temporary / name)
+    if target.exists():
+        shutil.rmtree(target.rename(folder / f"{_DELETED}{source.name}"), ignore_errors=True)
+    temporary.rename(target)
+    sync(folder)
+
+
+def _move_aside(damaged: Path) -> None:
+    aside = free_name(damaged, "damaged")
+    damaged.rename(aside)
+    logger.warning("moved %s aside to %s", damaged, aside.name)
+
+
+def _point_latest_to(newest: Path | None, folder: Path) -> None:
+    """Make the link `latest` in `folder` name the checkpoint `newest`; None: there is none to name."""
+    latest, link = folder / "latest", folder / f"{_TEMPORARY}latest"
+    link.unlink(missing_ok=True)
+    if newest is None:
+        latest.unlink(missing_ok=True)
+    elif not latest.is_symlink() or latest.readlink() != Path(newest.name):
+        link.symlink_to(newest.name)
+        link.replace(latest)
 
 
 def remove_leftovers(folder: Path) -> None:

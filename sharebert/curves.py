@@ -86,11 +86,19 @@ def _draw_accuracy(axis: Any, rows: list[dict[str, Any]]) -> None:
     axis.set_ylim(bottom=0)
 
 
-def _mark_unsharing(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """A line at each update after which fewer weights are shared than before."""
+def unshare_points(rows: list[dict[str, Any]]) -> list[int]:
+    """Updates from which fewer weights are shared than before, in the rows of a `metrics.jsonl`."""
     phased = [row for row in rows if "share/unique_parameters" in row]
+    return [
+        after["step"]
+        for before, after in pairwise(phased)
+        if after["share/unique_parameters"] > before["share/unique_parameters"]
+    ]
+
+
+def _mark_unsharing(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """A line at each point of unsharing."""
     label = "unsharing"
-    for before, after in pairwise(phased):
-        if after["share/unique_parameters"] > before["share/unique_parameters"]:
-            axis.axvline(after["step"], color=GREEN, linestyle=":", label=label)
-            label = "_nolegend_"
+    for step in unshare_points(rows):
+        axis.axvline(step, color=GREEN, linestyle=":", label=label)
+        label = "_nolegend_"

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from sharebert.config import ConfigError
 
 
 def sha256_of_file(path: Path) -> str:
@@ -27,3 +32,26 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+@contextmanager
+def appearing_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the name `folder` when the block ends well: it appears as a whole.
+
+    Raises:
+        ConfigError: `folder` is there and not empty.
+    """
+    folder = folder.absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: expected a folder that is not there yet, or empty")
+    temporary = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        if folder.exists():
+            folder.rmdir()
+        temporary.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

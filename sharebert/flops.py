@@ -12,13 +12,19 @@ from sharebert.config import ModelConfig
 def forward_flops_per_sequence(model: ModelConfig, seq_len: int, predictions: int, vocab_size: int) -> int:
     """Multiply-adds, counted as two operations, of the matrix products of one forward pass over one sequence.
 
-    Sharing weights does not change it. Per layer: 4 D^2 + 2 D F multiply-adds a token for projections and
-    feed-forward, 2 T D for scores and mixing; in the head D^2 + D V for each prediction slot.
+    Sharing weights does not change it. With Q tokens that attend to T: 2 D^2 multiply-adds for each of the T (keys and
+    values), 2 D^2 + 2 D F for each of the Q (query, output, feed-forward), 2 Q T D for scores and mixing. Q is T, and
+    in the last layer, of which only the prediction slots are computed, their number K. In the head D^2 + D V for each
+    slot.
     """
     width, inner = model.hidden_size, model.intermediate_size
-    layer = seq_len * (4 * width * width + 2 * width * inner + 2 * seq_len * width)
+
+    def layer(queries: int) -> int:
+        projections = 2 * width * width * (seq_len + queries)
+        return projections + 2 * width * inner * queries + 2 * queries * seq_len * width
+
     head = predictions * (width * width + width * vocab_size)
-    return 2 * (model.num_layers * layer + head)
+    return 2 * ((model.num_layers - 1) * layer(seq_len) + layer(predictions) + head)
 
 
 def flops_per_update(

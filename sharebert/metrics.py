@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from sharebert.config import ConfigError, LoggingConfig, TrainConfig, to_dict
+from sharebert.config import ConfigError, LoggingConfig, RunConfig, TrainConfig, to_dict
 from sharebert.files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A W&B run, continued under its id after a resume."""
 
-    def __init__(self, folder: Path, config: TrainConfig, run_id: str | None) -> None:
+    def __init__(self, folder: Path, config: RunConfig, run_id: str | None) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -111,6 +111,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def row_is_regular(step: int, config: TrainConfig) -> bool:
+    """Whether a row of training figures is due after `step` updates, whatever happens in the run."""
+    return step % config.logging.every_steps == 0 or step == config.max_steps
+
+
 def check_extras(config: LoggingConfig) -> None:
     """Refuse, before any work, a sink whose package is not installed."""
     for name in ("tensorboard", "wandb"):
@@ -119,7 +124,7 @@ def check_extras(config: LoggingConfig) -> None:
             raise ConfigError(f"logging.{name}=true: expected {expected}")
 
 
-def build_sinks(folder: Path, config: TrainConfig, last_step: int, wandb_run_id: str | None) -> list[Sink]:
+def build_sinks(folder: Path, config: RunConfig, last_step: int, wandb_run_id: str | None) -> list[Sink]:
     """The sinks that the configuration asks for, cut back to `last_step`."""
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", last_step)]
     if config.logging.tensorboard:
@@ -151,7 +156,8 @@ class Progress:
         if not self._enabled:
             return
         rate = f"{values['perf/tokens_per_second']:,.0f} tokens/s"
-        text = f"{values['share/phase']}  loss {values['train/loss']:.3f}  {rate}{note and '  ' + note}"
+        phase = f"{values['share/phase']}  " if "share/phase" in values else ""
+        text = f"{phase}loss {values['train/loss']:.3f}  {rate}{note and '  ' + note}"
         if self._bar is not None:
             self._bar.set_postfix_str(text)
             return

@@ -23,10 +23,10 @@ def resolve_device(config: EngineConfig, ranks: Ranks) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("engine.device='cuda': expected a CUDA device, but torch sees none; use engine.device=cpu")
-    if ranks.local_rank >= torch.cuda.device_count():
+    if ranks.gpu >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ConfigError(f"local rank {ranks.local_rank}: expected one GPU for each process, torch sees {count}")
-    device = torch.device("cuda", ranks.local_rank)
+    device = torch.device("cuda", ranks.gpu)
     torch.cuda.set_device(device)
     return device
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from data_prep.cache import open_planned, plan_corpus
-from data_prep.prepare import prepare_corpus
+from data_prep.same_tokenizer import refuse_other_tokenizer
+from data_prep.tokenizer import load_given_tokenizer, load_text_tokenizer
 from sharebert import checkpoint, distributed
+from sharebert.allocator import keep_freed_memory
 from sharebert.checkpoint import CheckpointFolder
 from sharebert.config import TrainConfig, to_dict
 from sharebert.curves import draw_curves
@@ -26,21 +24,32 @@ from sharebert.data.loader import build_loader, evaluation_batches
 from sharebert.data.masking import Vocabulary, build_vocabulary, num_slots
 from sharebert.evaluate import Evaluator
 from sharebert.flops import flops_per_update, measure_matmul_peak
-from sharebert.launch import EXIT_FINISHED, EXIT_STOPPED, Ranks, StopSignals
-from sharebert.log import close_log_file, note_in_log_file, open_log_file
+from sharebert.launch import (
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    STOP_SIGNALS,
+    STOP_SIGNALS_WITH_NCCL,
+    Ranks,
+    StopSignals,
+    is_restart,
+)
+from sharebert.log import close_log_file, open_log_file
 from sharebert.metrics import Progress, Recorder, build_sinks
 from sharebert.precision import Precision, resolve_device
+from sharebert.prefix_cache import open_prefix_cache
 from sharebert.provenance import command_line, describe_origin
 from sharebert.resolve import resolve
+from sharebert.run_corpus import obtain_corpus
 from sharebert.run_folder import (
     RunFolder,
     find_start,
     refuse_other_configuration,
     refuse_other_corpus,
-    refuse_other_tokenizer,
+    status_on_error,
 )
+from sharebert.run_memory import check_memory, explain_out_of_memory
 from sharebert.share_map import draw_share_map
-from sharebert.train_state import TrainState, build_train_state, check_init_from
+from sharebert.train_state import TrainState, began_from, build_train_state, check_init_from, init_from_folder
 from sharebert.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -59,10 +68,13 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
     """
     device = resolve_device(config.engine, ranks)
     run = RunFolder(folder)
+    if device.type == "cpu":
+        keep_freed_memory()
     with contextlib.ExitStack() as closing:
-        distributed.join_group(ranks, device)
+        distributed.join_group(ranks, device, config.engine.group_timeout_minutes)
         closing.callback(distributed.leave_group)
         closing.callback(run.close)
+        stop = closing.enter_context(_stop_signals(config, ranks, device))
         start, is_finished = distributed.on_rank_zero(lambda: _enter(run, config, device))
         if is_finished:
             logger.info("%s is finished (%d updates): nothing to do", folder, config.max_steps)
@@ -70,57 +82,39 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
         if ranks.rank == 0:
             open_log_file(folder / "log.txt")
             closing.callback(close_log_file)
-            closing.push(_status_on_error(run))
-        corpus = _wait_for_corpus(config, ranks, run)
+            closing.push(status_on_error(run))
+        corpus = obtain_corpus(config.data, ranks, stop)
         corpus.check_sequences(config.data.seq_len, config.global_batch_size)
-        return _train(config, run, corpus, device, start, closing)
+        return _train(config, run, corpus, device, start, stop, closing)
+
+
+def _stop_signals(config: TrainConfig, ranks: Ranks, device: torch.device) -> StopSignals:
+    uses_nccl = ranks.launched and device.type == "cuda"
+    numbers = STOP_SIGNALS_WITH_NCCL if uses_nccl else STOP_SIGNALS
+    return StopSignals(numbers, config.max_run_minutes, is_announced=ranks.rank == 0)
 
 
 def _enter(run: RunFolder, config: TrainConfig, device: torch.device) -> tuple[Path | None, bool]:
     """Rank 0: own the run folder; the checkpoint to go on from, and whether there is nothing left to do."""
-    run.open(replace=config.checkpoint.resume == "never")
+    run.open(replace=config.checkpoint.resume == "never" and not is_restart())
     start, step = find_start(run, config.checkpoint.resume), 0
     if start is not None:
         meta = checkpoint.read_meta(start)
         resolved, _ = resolve(config, device, meta)
-        refuse_other_configuration(meta["config"], resolved, run.path)
+        saved = meta["config"]
+        if config.init_from != saved["init_from"] and began_from(meta, config.init_from):
+            saved = {**saved, "init_from": config.init_from}  # the weights may have moved meanwhile
+        refuse_other_configuration(saved, resolved, run.path)
         step = meta["step"]
         if step >= config.max_steps and run.read_status().get("state") == "finished":
             return start, True
     elif config.init_from is not None:
         check_init_from(config)
+        if config.data.tokenizer is not None:  # else there may be none before the data is prepared
+            given = load_given_tokenizer(Path(config.data.tokenizer).expanduser(), config.data.lowercase)
+            refuse_other_tokenizer(init_from_folder(config.init_from), given)
     run.write_status("running", step)
     return start, False
-
-
-def _status_on_error(run: RunFolder) -> Callable[..., None]:
-    """Whatever ends the run early is in `status.json`, for programs, and in `log.txt`."""
-
-    def exit_(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None:
-            status = run.read_status()
-            if status.get("state") != "failed":  # else with the step, by whoever knew it
-                run.write_failure(error, status.get("step", 0))
-            note_in_log_file("".join(traceback.format_exception(error)))
-
-    return exit_
-
-
-def _wait_for_corpus(config: TrainConfig, ranks: Ranks, run: RunFolder) -> PreparedCorpus:
-    """The prepared corpus, checked; the first rank of each machine makes it when it is not there.
-
-    The others look for it rather than wait in a collective, which would run into the group's time limit.
-    """
-    if ranks.local_rank == 0:
-        corpus = prepare_corpus(config.data, progress=ranks.rank == 0 and sys.stderr.isatty())
-        corpus.verify()  # about 1 s per GB; training on damaged tokens would never show
-        return corpus
-    plan = plan_corpus(config.data)
-    while (found := open_planned(plan)) is None:
-        if (status := run.read_status()).get("state") == "failed":
-            raise distributed.RankZeroError(status["reason"])
-        time.sleep(0.5)
-    return found
 
 
 def _train(
@@ -129,6 +123,7 @@ def _train(
     corpus: PreparedCorpus,
     device: torch.device,
     start: Path | None,
+    stop: StopSignals,
     closing: contextlib.ExitStack,
 ) -> int:
     """Build every part and train."""
@@ -137,18 +132,25 @@ def _train(
     describe_origin()  # remembered: the commit of the code that runs, whatever is committed meanwhile
     meta = checkpoint.read_meta(start) if start is not None else {}
     config, precision = resolve(config, device, meta or None)
+    prefixes = open_prefix_cache(config, corpus.content_hashes, device)
+    if start is None and prefixes is not None:
+        start = distributed.on_rank_zero(functools.partial(prefixes.fork, config, run.path))
+        meta = checkpoint.read_meta(start) if start is not None else {}
+    if prefixes is not None and meta and meta.get("prefix_key") != prefixes.key:
+        prefixes = None  # begun under other circumstances: no other run would come by the same numbers
     if meta:
         refuse_other_corpus(meta, corpus.content_hashes, run.path)
     elif config.init_from is not None:
-        refuse_other_tokenizer(checkpoint.read_meta(Path(config.init_from)), corpus.content_hashes, config.init_from)
+        refuse_other_tokenizer(init_from_folder(config.init_from), load_text_tokenizer(corpus.tokenizer_path))
     closing.enter_context(_debug_modes(config))
     vocabulary = build_vocabulary(
         corpus.tokenizer_path, corpus.special_ids, corpus.vocab_size, config.masking.whole_word
     )
+    memory = check_memory(config, corpus.vocab_size)
     state = build_train_state(config, corpus.vocab_size, device, precision, start)
-    windows = _build_windows(config, corpus, vocabulary, state.counters.step)
+    sample_offset = _sample_offset(config, meta)
+    windows = _build_windows(config, corpus, vocabulary, state.counters.step, sample_offset)
     evaluator = _build_evaluator(config, corpus, vocabulary, precision)
-    stop = closing.enter_context(StopSignals())
     distributed.on_rank_zero(lambda: _claim(run, config, state))
     last_step = state.counters.step if meta else -1
     recorder = _build_recorder(config, run, last_step, meta.get("wandb_run_id"))
@@ -158,24 +160,31 @@ def _train(
     checkpoints = CheckpointFolder(
         run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
     )
+    tokenizer = corpus.tokenizer_path.read_bytes()  # now: the prepared data may be deleted while the run goes on
 
     def save(before_unsharing: bool) -> None:
         def write() -> None:
             description = _describe(config, state, corpus, recorder.wandb_run_id, before_unsharing)
-            checkpoints.save(
+            description["prefix_key"] = None if prefixes is None else prefixes.key
+            description["prefix_from"] = meta.get("prefix_from")
+            description["samples_seen"] += sample_offset
+            saved = checkpoints.save(
                 tensors=state.tensors(),
                 training_state=state.state_dict(),
-                tokenizer=corpus.tokenizer_path,
+                tokenizer=tokenizer,
                 meta=description,
             )
+            if prefixes is not None:
+                prefixes.keep(saved, run.path)
 
         distributed.on_rank_zero(write)
 
     trainer = Trainer(config, state, precision, evaluator, recorder, save, stop, flops, peak)
     if distributed.rank() == 0:
-        _announce(config, state, corpus, start)
+        _announce(config, state, corpus, start, meta)
     try:
-        is_finished = trainer.fit(windows)
+        with explain_out_of_memory(memory, device):
+            is_finished = trainer.fit(windows)
     except BaseException as error:
         if distributed.rank() == 0:
             run.write_failure(error, state.counters.step)
@@ -188,13 +197,13 @@ def _train(
 def _leave(run: RunFolder, trainer: Trainer, is_finished: bool, stop_reason: str) -> None:
     """Rank 0: status, pictures and last words."""
     outcome, step = ("finished" if is_finished else "stopped"), trainer.counters.step
-    run.write_status(outcome, step, "" if is_finished else stop_reason)
     unshare = trainer.config.unshare
-    try:
+    try:  # first: a run that is killed in here is not finished, and draws again
         draw_curves(run.path)
         draw_share_map(run.path, unshare.unit_layers, unshare.threshold)
     except Exception:  # a picture is not worth a failed run
         logger.exception("curves.png or share_map.png could not be drawn")
+    run.write_status(outcome, step, "" if is_finished else stop_reason)
     if explanation := trainer.policy.explain(step):
         logger.info(explanation)
     logger.info("%s at step %d of %d: %s", outcome, step, trainer.config.max_steps, run.path)
@@ -209,7 +218,14 @@ def _claim(run: RunFolder, config: TrainConfig, state: TrainState) -> None:
     run.write_status("running", state.counters.step)
 
 
-def _build_windows(config: TrainConfig, corpus: PreparedCorpus, vocabulary: Vocabulary, first_update: int) -> Any:
+def _sample_offset(config: TrainConfig, meta: Mapping[str, Any]) -> int:
+    """Samples that the updates so far consisted of beyond `global_batch_size` for each; 0 unless that was changed."""
+    return meta["samples_seen"] - meta["step"] * config.global_batch_size if meta else 0
+
+
+def _build_windows(
+    config: TrainConfig, corpus: PreparedCorpus, vocabulary: Vocabulary, first_update: int, sample_offset: int
+) -> Any:
     assert config.engine.num_workers is not None
     return build_loader(
         corpus.train,
@@ -225,6 +241,7 @@ def _build_windows(config: TrainConfig, corpus: PreparedCorpus, vocabulary: Voca
         num_workers=config.engine.num_workers,
         pin_memory=config.engine.device == "cuda",
         cross_document_attention=config.data.cross_document_attention,
+        sample_offset=sample_offset,
     )
 
 
@@ -274,7 +291,9 @@ def _describe(
     }
 
 
-def _announce(config: TrainConfig, state: TrainState, corpus: PreparedCorpus, start: Path | None) -> None:
+def _announce(
+    config: TrainConfig, state: TrainState, corpus: PreparedCorpus, start: Path | None, meta: Mapping[str, Any]
+) -> None:
     """The lines a person wants to see before the first update."""
     tokens = corpus.train.num_tokens
     logger.info("data: %s training tokens, vocabulary %d (%s)", f"{tokens:,}", corpus.vocab_size, corpus.folder)
@@ -286,15 +305,19 @@ def _announce(config: TrainConfig, state: TrainState, corpus: PreparedCorpus, st
         state.sharing.phase,
     )
     logger.info(
-        "engine: %s, %s, %d process(es), %d x %d tokens an update in micro-batches of %d, compile %s",
+        "engine: %s, %s, %d process(es) of %d thread(s), %d x %d tokens an update in micro-batches of %d, compile %s",
         config.engine.device,
         config.engine.precision,
         distributed.world_size(),
+        torch.get_num_threads(),
         config.global_batch_size,
         config.data.seq_len,
         config.engine.micro_batch_size,
         config.engine.compile,
     )
+    if meta and (before := meta["config"]["global_batch_size"]) != config.global_batch_size:
+        message = "global_batch_size: %d -> %d, from sample %d on; rate and unsharing still go by updates"
+        logger.warning(message, before, config.global_batch_size, meta["samples_seen"])
     if config.optim.warmup_steps > config.max_steps:
         message = "optim.warmup_steps=%d is more than max_steps=%d: the rate will not reach optim.lr"
         logger.warning(message, config.optim.warmup_steps, config.max_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import platform
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import sharebert
+from sharebert.files import sha256_of_file
 
 LIBRARIES = ("torch", "numpy", "tokenizers", "datasets", "safetensors", "hydra-core", "omegaconf")
 
@@ -32,6 +34,16 @@ def describe_origin() -> dict[str, Any]:
         "git_commit": _git_commit(),
         "library_versions": {"python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}},
     }
+
+
+@functools.cache
+def source_hash() -> str:
+    """sha256 over the modules of this package: equal hashes, equal arithmetic. As at the first call."""
+    root = Path(sharebert.__file__).resolve().parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()} {sha256_of_file(path)}\n".encode())
+    return digest.hexdigest()
 
 
 def _git_commit() -> str | None:

@@ -25,16 +25,21 @@ def resolve(config: TrainConfig, device: torch.device, meta: dict[str, Any] | No
     if meta is not None and engine.precision == "auto":
         engine = dataclasses.replace(engine, precision=meta["config"]["engine"]["precision"])
     precision = resolve_precision(engine, device)
-    local_batch = config.global_batch_size // distributed.world_size()
-    bound = min(engine.micro_batch_size or local_batch, local_batch)
     workers = engine.num_workers
     engine = dataclasses.replace(
         engine,
         device=device.type,
         precision=precision.name,
         compile=str(resolve_compile(engine, device)).lower(),
-        micro_batch_size=next(size for size in range(bound, 0, -1) if local_batch % size == 0),
+        micro_batch_size=largest_micro_batch(config.global_batch_size, engine.micro_batch_size),
         num_workers=workers if workers is not None else (2 if device.type == "cuda" else 0),
     )
     unshare = dataclasses.replace(config.unshare, step=resolve_unshare_step(config))
     return dataclasses.replace(config, engine=engine, unshare=unshare), precision
+
+
+def largest_micro_batch(global_batch_size: int, bound: int | None) -> int:
+    """The largest divisor of this process's share of the batch that is at most `bound`; None: the share itself."""
+    local_batch = global_batch_size // distributed.world_size()
+    bound = min(bound or local_batch, local_batch)
+    return next(size for size in range(bound, 0, -1) if local_batch % size == 0)

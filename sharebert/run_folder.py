@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -21,20 +23,24 @@ from sharebert.checkpoint import (
     remove_leftovers,
     verify,
 )
-from sharebert.config import ConfigError, TrainConfig, flatten, to_dict
+from sharebert.config import ConfigError, RunConfig, TrainConfig, flatten, to_dict
 from sharebert.files import write_atomically
+from sharebert.launch import StopRequested
+from sharebert.log import note_in_log_file
 
 logger = logging.getLogger(__name__)
 
 OF_A_RUN = (
     *("checkpoints", "config.yaml", "status.json", "metrics.jsonl", "log.txt"),
     *("curves.png", "share_map.png", "tensorboard", "wandb"),
+    *("model", "predictions", "submission", "results.json"),
 )
 """What a run leaves in its folder."""
 
 MAY_DIFFER = (
     "run_name",
     "output_dir",
+    "max_run_minutes",
     "data.files",  # the content hash of the prepared text is compared instead
     "data.hf_path",
     "data.hf_streaming",
@@ -46,7 +52,9 @@ MAY_DIFFER = (
     "engine.num_workers",
     "engine.compile",
     "engine.activation_checkpointing",
+    "engine.group_timeout_minutes",
     "unshare.fraction",  # unshare.step holds what it comes to
+    "unshare.prefix_cache",
     "checkpoint.",
     "evaluation.",
     "logging.",
@@ -75,7 +83,8 @@ class RunFolder:
         """
         try:
             self._lock_folder()
-            if replace and list_checkpoints(self.checkpoints):
+            is_finished = self.read_status().get("state") == "finished"  # fine-tuned, without checkpoints
+            if replace and (is_finished or list_checkpoints(self.checkpoints)):
                 self._move_aside()
             remove_leftovers(self.checkpoints)
         except Timeout as error:
@@ -104,7 +113,7 @@ class RunFolder:
             self._lock.release()
             self._lock = None
 
-    def write_config(self, config: TrainConfig) -> None:
+    def write_config(self, config: RunConfig) -> None:
         """`config.yaml`: everything resolved, so that it says what was run."""
         write_atomically(self.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(config))))
 
@@ -125,6 +134,23 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
         return status if isinstance(status, dict) else {}
+
+
+def status_on_error(run: RunFolder) -> Callable[..., None]:
+    """Whatever ends the run early is in `status.json`, for programs, and in `log.txt`."""
+
+    def exit_(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            return
+        status = run.read_status()
+        if isinstance(error, StopRequested):
+            run.write_status("stopped", status.get("step", 0), str(error))
+            return
+        if status.get("state") != "failed":  # else with the step, by whoever knew it
+            run.write_failure(error, status.get("step", 0))
+        note_in_log_file("".join(traceback.format_exception(error)))
+
+    return exit_
 
 
 def find_start(run: RunFolder, resume: str) -> Path | None:
@@ -151,29 +177,33 @@ def find_start(run: RunFolder, resume: str) -> Path | None:
     return newest if newest is not None and read_meta(newest)["step"] >= step else chosen
 
 
-def configuration_differences(saved: Mapping[str, Any], current: TrainConfig) -> list[str]:
+def configuration_differences(saved: Mapping[str, Any], current: RunConfig) -> list[str]:
     """Lines ``key: saved -> current`` for every key in which a resumed run must not differ."""
     before, now = flatten(saved), flatten(to_dict(current))
+    names = (*MAY_DIFFER, "global_batch_size") if now.get("checkpoint.accept_other_batch") else MAY_DIFFER
     differences = []
     for key in sorted({*before, *now}):
-        may_differ = any(key.startswith(name) if name.endswith(".") else key == name for name in MAY_DIFFER)
+        may_differ = any(key.startswith(name) if name.endswith(".") else key == name for name in names)
         if not may_differ and before.get(key) != now.get(key):
             differences.append(f"{key}: {before.get(key)} -> {now.get(key)}")
     return differences
 
 
-def refuse_other_configuration(saved: Mapping[str, Any], current: TrainConfig, run: Path) -> None:
+def refuse_other_configuration(saved: Mapping[str, Any], current: RunConfig, run: Path) -> None:
     """Refuse to continue a run under settings that would make it another run.
 
     Raises:
         ConfigError: with one line for each differing key.
     """
     differences = configuration_differences(saved, current)
+    is_pretraining = isinstance(current, TrainConfig)
+    is_other_batch = is_pretraining and any(line.startswith("global_batch_size: ") for line in differences)
     if differences:
         raise ConfigError(
             f"run folder {run} holds a run of another configuration (saved -> now):\n  "
             + "\n  ".join(differences)
             + "\nexpected the same values; or choose another run_name, or checkpoint.resume=never to start over"
+            + ("; or checkpoint.accept_other_batch=true" if is_other_batch else "")
         )
 
 
@@ -189,16 +219,3 @@ def refuse_other_corpus(meta: Mapping[str, Any], hashes: Mapping[str, str], run:
                 f"run folder {run}: the prepared data is not what the run began with ({part}: sha256 "
                 f"{hashes[part][:12]}, expected {expected[:12]}); choose another run_name to train on it"
             )
-
-
-def refuse_other_tokenizer(meta: Mapping[str, Any], hashes: Mapping[str, str], init_from: str) -> None:
-    """Refuse to start from the weights of a model that knows other tokens under the same ids.
-
-    Raises:
-        ConfigError: naming the way out.
-    """
-    if meta["corpus"]["tokenizer"] != hashes["tokenizer"]:
-        raise ConfigError(
-            f"init_from={init_from}: it was trained with another tokenizer than the prepared data; expected the same, "
-            f"as with data.tokenizer={init_from}/tokenizer.json"
-        )

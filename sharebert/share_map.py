@@ -26,6 +26,20 @@ def draw_share_map(run: Path, unit_layers: int, threshold: float) -> None:
     if not checks or (figure := new_figure("share_map.png", width=11, height=5)) is None:
         return
     axis = figure.subplots()
+    paint_share_map(figure, axis, checks, unit_layers, threshold)
+    axis.set_title(f"{run.name}: colour lies between the two layers compared; lines part groups that share no weights")
+    save_figure(figure, run / "share_map.png")
+
+
+def paint_share_map(figure: Any, axis: Any, checks: list[dict[str, Any]], unit_layers: int, threshold: float) -> None:
+    """The map of one run on an axis of a figure, with its colour bar.
+
+    Args:
+        figure: of matplotlib.
+        axis: one of its axes.
+        checks: rows of `metrics.jsonl` that hold correlations.
+        unit_layers: as for :func:`draw_share_map`; so is `threshold`.
+    """
     steps = [row["step"] for row in checks]
     values = np.array([[np.nan if v is None else v for v in row["share/correlations"]] for row in checks], dtype=float)
     num_units = values.shape[1] + 1
@@ -40,8 +54,6 @@ def draw_share_map(run: Path, unit_layers: int, threshold: float) -> None:
     axis.set_ylim(0.9, num_units + 0.1)
     axis.set_ylabel("layer" if unit_layers == 1 else "unit (its layers)")
     axis.set_xlabel("updates")
-    axis.set_title(f"{run.name}: colour lies between the two layers compared; lines part groups that share no weights")
-    save_figure(figure, run / "share_map.png")
 
 
 def _draw_boundaries(axis: Any, checks: list[dict[str, Any]], steps: list[int]) -> None:

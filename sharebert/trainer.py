@@ -19,7 +19,7 @@ from sharebert.config import TrainConfig
 from sharebert.data.loader import Window
 from sharebert.evaluate import Evaluator
 from sharebert.launch import StopSignals
-from sharebert.metrics import Recorder
+from sharebert.metrics import Recorder, row_is_regular
 from sharebert.precision import Precision
 from sharebert.schedule import learning_rate
 from sharebert.train_state import TrainState
@@ -35,17 +35,18 @@ class Stopwatch:
     """Seconds that passed while it was not paused."""
 
     def __init__(self) -> None:
-        self._seconds, self._since = 0.0, time.perf_counter()
+        self._seconds = 0.0
+        self._since: float | None = time.perf_counter()  # None: paused
 
     @property
     def seconds(self) -> float:
         """Seconds so far."""
-        return self._seconds + time.perf_counter() - self._since
+        return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count what happens inside."""
-        self._seconds = self.seconds
+        self._seconds, self._since = self.seconds, None
         try:
             yield
         finally:
@@ -75,7 +76,7 @@ class Trainer:
         self._loss_sum += self.counters.loss_sum if distributed.rank() == 0 else 0.0
         self._grad_norm = torch.zeros((), device=self.device)
         self._nonfinite_update = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._update_seconds = 0.0
+        self._update_seconds = self._save_seconds = 0.0
         self._unshared_at = 0
         self._watch, self._clock_mark = Stopwatch(), 0.0
         self._row_begin, self._row_updates = 0.0, 0
@@ -106,6 +107,7 @@ class Trainer:
         self.sharing.unshare(groups, self.state.optimizer, self.config.unshare.optimizer_state)
         self.updater.take_stock()
         self._unshared_at = update
+        self.counters.unshared_at.append(update)
         logger.info("update %d: %s -> %s, %d groups of layers", update, before, self.sharing.phase, len(groups))
 
     def train_step(self, window: Window) -> bool:
@@ -136,9 +138,10 @@ class Trainer:
 
     def stop_is_agreed(self) -> bool:
         """Whether any rank was asked to stop; the same answer on every rank. Also agrees on an update's length."""
+        wants_stop = self.stop.is_wanted(self._update_seconds + self._save_seconds)
         if distributed.world_size() == 1:
-            return self.stop.received is not None
-        votes = torch.tensor([float(self.stop.received is not None), self._update_seconds], dtype=torch.float64)
+            return wants_stop
+        votes = torch.tensor([float(wants_stop), self._update_seconds], dtype=torch.float64)
         stop, self._update_seconds = distributed.max_over_ranks(votes).tolist()
         return bool(stop)
 
@@ -160,18 +163,18 @@ class Trainer:
         return step < self.config.max_steps and self.policy.groups_for(step + 1) != self.sharing.groups
 
     def _log_is_due(self, step: int) -> bool:
-        is_regular = step % self.config.logging.every_steps == 0 or step == self.config.max_steps
         is_special = step == self._unshared_at or self.policy.check_is_due(step) or self._unshares_after(step)
-        return is_regular or is_special
+        return row_is_regular(step, self.config) or is_special
 
     def _log(self) -> None:
         """A row of figures for the updates since the last one. Reads the device."""
         self._check_finite()
         counters, sequences = self.counters, self.config.global_batch_size
-        loss = float(distributed.sum_over_ranks(self._loss_sum.clone())) / counters.loss_updates
-        seconds = (self._watch.seconds - self._row_begin) / self._row_updates
+        counters.row_loss_sum = float(distributed.sum_over_ranks(self._loss_sum.clone()))
+        counters.row_loss_updates = counters.loss_updates
+        seconds = max(1e-9, self._watch.seconds - self._row_begin) / self._row_updates  # a clock may stand still
         values = {
-            "train/loss": loss,
+            "train/loss": counters.row_loss_sum / counters.row_loss_updates,
             "train/lr": learning_rate(counters.step - 1, self.config.optim, self.config.max_steps),
             "train/grad_norm": float(self._grad_norm),
             "train/skipped_updates": counters.skipped_updates,
@@ -220,9 +223,11 @@ class Trainer:
         """Save; never after a loss or gradient norm that is not a number."""
         self._check_finite()
         with self._watch.paused():
+            begin = time.perf_counter()
             self._advance_clock()
             self.counters.loss_sum = float(distributed.sum_over_ranks(self._loss_sum.clone()))
             self.save(self._unshares_after(self.counters.step))
+            self._save_seconds = max(self._save_seconds, time.perf_counter() - begin)
 
     def _check_finite(self) -> None:
         update = int(distributed.max_over_ranks(self._nonfinite_update.clone()))

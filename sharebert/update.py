@@ -27,6 +27,15 @@ PROBED_GROUPS = 4
 """Groups of layers, evenly spaced, whose parameters are the sample behind `share/update_to_weight`."""
 
 
+Clock = Callable[[str], contextlib.AbstractContextManager[object]]
+"""Given the name of a part of an update, what is around that part."""
+
+
+def untimed(part: str) -> contextlib.AbstractContextManager[object]:
+    """The clock of training: none."""
+    return contextlib.nullcontext()
+
+
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm is no longer a number."""
 
@@ -51,10 +60,16 @@ class Updater:
         state: is changed by every update; `counters.step` is not, that is for the caller.
         precision: autocast of the forward pass.
         should_stop: asked before each micro-batch when `is_patient` is off; the same answer on every rank.
+        clock: around "forward" and "backward" of each micro-batch, and "optimizer".
     """
 
     def __init__(
-        self, config: TrainConfig, state: TrainState, precision: Precision, should_stop: Callable[[], bool]
+        self,
+        config: TrainConfig,
+        state: TrainState,
+        precision: Precision,
+        should_stop: Callable[[], bool],
+        clock: Clock = untimed,
     ) -> None:
         assert config.engine.micro_batch_size is not None, "resolve() sets it"
         self.config = config
@@ -65,6 +80,7 @@ class Updater:
         self._micro_batch_size = config.engine.micro_batch_size
         self._precision = precision
         self._should_stop = should_stop
+        self._clock = clock
         self._device = next(state.model.parameters()).device
         self._loss_scale = state.scaler.get_scale()
         self.take_stock()
@@ -100,7 +116,8 @@ class Updater:
             if loss is None:
                 self.state.optimizer.zero_grad(set_to_none=True)
                 return None
-            grad_norm, was_applied = self._apply(measures_ratio)
+            with self._clock("optimizer"):
+                grad_norm, was_applied = self._apply(measures_ratio)
             if was_applied:
                 return Update(loss, grad_norm, correlations)
             self.state.counters.skipped_updates += 1
@@ -119,11 +136,13 @@ class Updater:
             seed_dropout(config.seed, step, index, distributed.rank())
             is_last = index == len(micro_batches) - 1
             with self._reduction(synchronises and is_last):
-                with self._precision.autocast():
-                    logits = self._wrapped(batch.input_ids, batch.positions, batch.attention_mask, batch.documents)
-                loss = masked_lm_loss_sum(logits, batch.labels, batch.weights) / divisor
-                # DDP takes the mean over ranks; the divisor is already that of all ranks.
-                self.state.scaler.scale(loss * distributed.world_size()).backward()  # type: ignore[no-untyped-call]
+                with self._clock("forward"):
+                    with self._precision.autocast():
+                        logits = self._wrapped(batch.input_ids, batch.positions, batch.attention_mask, batch.documents)
+                    loss = masked_lm_loss_sum(logits, batch.labels, batch.weights) / divisor
+                with self._clock("backward"):
+                    # DDP takes the mean over ranks; the divisor is already that of all ranks.
+                    self.state.scaler.scale(loss * distributed.world_size()).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
 

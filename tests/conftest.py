@@ -87,3 +87,11 @@ def train(small_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return main(["train", f"output_dir={tmp_path}/outputs", *defaults, *overrides])
 
     return run
+
+
+@pytest.fixture(scope="session")
+def encoder(small_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported Pre-LN encoder of 3 layers and 64 positions."""
+    from finetuning import export_encoders
+
+    return export_encoders(small_run, tmp_path_factory.mktemp("encoder"), "pre")["unshared"]

@@ -21,6 +21,7 @@ from sharebert import checkpoint
 from sharebert.checkpoint import (
     CheckpointError,
     CheckpointFolder,
+    NewerFormatError,
     check_free_space,
     find_newest_good,
     free_name,
@@ -38,12 +39,10 @@ def folder(tmp_path: Path) -> CheckpointFolder:
 
 
 def save(folder: CheckpointFolder, step: int, phase: str = "shared", before_unsharing: bool = False) -> Path:
-    tokenizer = folder.path.parent / "tokenizer.json"
-    tokenizer.write_text("{}")
     return folder.save(
         tensors={"weight": torch.full((300,), float(step))},
         training_state={"optimizer": {"weight": {"step": torch.tensor(float(step))}}, "counters": {"step": step}},
-        tokenizer=tokenizer,
+        tokenizer=b"{}",
         meta={"step": step, "phase": phase, "before_unsharing": before_unsharing},
     )
 
@@ -136,8 +135,40 @@ def test_retention_counts_no_damaged_checkpoint_that_lies_ahead(folder: Checkpoi
         (save(folder, step) / "model.safetensors").write_bytes(b"")
     folder.keep_last = 1
     saved = save(folder, 20)
-    assert find_newest_good(folder.path) == saved
     assert [entry.step for entry in list_checkpoints(folder.path)] == [20, 30, 40]
+    assert find_newest_good(folder.path) == saved
+
+
+def test_damaged_ones_are_moved_aside_where_retention_does_not_count_them(folder: CheckpointFolder) -> None:
+    good = save(folder, 10)
+    (save(folder, 20) / "model.safetensors").write_bytes(b"")
+    assert find_newest_good(folder.path) == good
+    assert names(folder) == ["latest", "step-00000010-shared", "step-00000020-shared.damaged-1"]
+    assert (folder.path / "latest").readlink().name == good.name
+    (save(folder, 30) / "model.safetensors").write_bytes(b"")
+    assert find_newest_good(folder.path) == good  # two are kept, and a damaged one took no place
+
+
+def test_a_kill_before_latest_is_moved_is_mended(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(folder, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda self, target: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            save(folder, 20)
+    newest = find_newest_good(folder.path)
+    assert newest is not None
+    assert (folder.path / "latest").readlink().name == newest.name == "step-00000020-shared"
+    assert names(folder) == ["latest", "step-00000010-shared", "step-00000020-shared"]
+
+
+def test_a_newer_format_is_neither_passed_over_nor_moved(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, 10)
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 0)
+    with pytest.raises(NewerFormatError):
+        find_newest_good(folder.path)
+    assert names(folder) == ["latest", "step-00000010-shared"]
 
 
 def test_a_deletion_that_was_killed_leaves_no_half_checkpoint(

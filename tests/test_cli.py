@@ -25,7 +25,7 @@ from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAG
 from sharebert.update import Updater
 
 CONF = Path(__file__).parent.parent / "conf"
-VERBS = ("train", "prepare", "evaluate", "inspect", "export")
+VERBS = ("train", "prepare", "plan", "bench", "submit", "evaluate", "inspect", "export", "finetune", "report", "deep-linear")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def status_of(arguments: list[str]) -> object:
 def test_help_lists_every_verb_and_the_exit_statuses(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([flag]) == EXIT_FINISHED
     shown = capsys.readouterr().out
-    assert re.findall(r"^  (\w+)  ", shown, re.MULTILINE) == list(VERBS)
+    assert re.findall(r"^  ([\w-]+)  ", shown, re.MULTILINE) == list(VERBS)
     assert "75" in shown
 
 
@@ -169,7 +169,9 @@ def test_a_sweep_inside_several_ranks_is_refused(
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert main(["train", "-m", "seed=1,2"]) == EXIT_USAGE
-    assert "expected one launch for each job" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "expected one launch for each job" in shown
+    assert "\n  torchrun ... -m sharebert train seed=2 run_name=run/seed-2\n" in shown
 
 
 def test_a_logger_whose_package_is_missing_is_refused(

@@ -248,14 +248,14 @@ def test_all_layers_run_one_compiled_graph_without_breaks(norm: str) -> None:
     torch.compiler.reset()
     model = build(norm, num_layers=3).train()
     input_ids, positions, _, _ = batch()
-    torch.manual_seed(0)
-    expected = model(input_ids, positions)
+    expected = model.eval()(input_ids, positions)
     for layer in model.encoder.layers:
         layer.compile(backend=count, fullgraph=True)
-    torch.manual_seed(0)
-    torch.testing.assert_close(model(input_ids, positions), expected)
+    model.train()(input_ids, positions)
     model(input_ids, positions)
-    assert len(graphs) == 1
+    assert len(graphs) == 2  # one for the last layer, which computes the prediction slots only
+    torch.testing.assert_close(model.eval()(input_ids, positions), expected)  # dropout draws otherwise when compiled
+    assert len(graphs) == 4
 
 
 def test_positions_count_from_the_first_token_of_a_document() -> None:

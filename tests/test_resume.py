@@ -13,6 +13,7 @@ from conftest import Train
 from safetensors.torch import load_file
 
 from sharebert.checkpoint import list_checkpoints, load_training_state, read_meta
+from sharebert.data.sampler import rank_samples
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 from sharebert.update import Updater
 
@@ -221,6 +222,34 @@ def test_settings_that_change_no_number_may_differ_on_resume(train: Train, monke
         assert train("run_name=a") == EXIT_STOPPED
     different = ["engine.micro_batch_size=2", "engine.num_workers=1", "checkpoint.keep_last=5", "logging.every_steps=1"]
     assert train("run_name=a", *different) == EXIT_FINISHED
+
+
+def test_another_global_batch_goes_on_with_the_next_sample_if_it_is_accepted(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples: list[int] = []
+
+    def recorded(*arguments: int) -> object:
+        samples.extend(found := rank_samples(*arguments))
+        return found
+
+    monkeypatch.setattr("sharebert.data.loader.rank_samples", recorded)
+    with monkeypatch.context() as patch:
+        signal_at(patch, 4)
+        assert train("run_name=a") == EXIT_STOPPED
+    capsys.readouterr()
+    other = ["run_name=a", "global_batch_size=12"]
+    assert train(*other) == EXIT_USAGE
+    shown = capsys.readouterr().err
+    assert "global_batch_size: 8 -> 12" in shown
+    assert "checkpoint.accept_other_batch=true" in shown
+    with monkeypatch.context() as patch:
+        signal_at(patch, 8)
+        assert train(*other, "checkpoint.accept_other_batch=true") == EXIT_STOPPED
+    assert "global_batch_size: 8 -> 12, from sample 40 on" in capsys.readouterr().err
+    assert train(*other) == EXIT_FINISHED  # not asked for again: it is the run's own now
+    assert samples == list(range(5 * 8 + 7 * 12))
+    assert read_meta(tmp_path / "outputs/a/checkpoints/latest")["samples_seen"] == len(samples)
 
 
 def test_changed_text_is_refused(

@@ -64,11 +64,12 @@ def test_samples_are_located_over_epoch_ends() -> None:
     assert positions.tolist() == [0, 9, 0, 5]
 
 
+@pytest.mark.parametrize("offset", [0, 5])
 @pytest.mark.parametrize(("global_batch_size", "world"), [(8, 1), (8, 4), (7, 3), (2, 5)])
-def test_ranks_divide_each_update_by_sample_number(global_batch_size: int, world: int) -> None:
+def test_ranks_divide_each_update_by_sample_number(global_batch_size: int, world: int, offset: int) -> None:
     for update in range(4):
-        shares = [rank_samples(update, global_batch_size, rank, world) for rank in range(world)]
+        shares = [rank_samples(update, global_batch_size, rank, world, offset) for rank in range(world)]
         for rank, share in enumerate(shares):
             assert (share % world == rank).all()
-        expected = np.arange(update * global_batch_size, (update + 1) * global_batch_size)
+        expected = offset + np.arange(update * global_batch_size, (update + 1) * global_batch_size)
         assert np.array_equal(np.sort(np.concatenate(shares)), expected)

@@ -1,11 +1,13 @@
 """A killed preparation goes on where it was; repeats; what a changed option builds again."""
 
+import itertools
 import json
 import logging
 import multiprocessing
 import os
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +131,33 @@ def test_a_killed_preparation_goes_on_and_ends_the_same(config, tmp_path):
     resumed = prepare_corpus(config)
     assert content(resumed) == content(prepare_corpus(replace(config, cache_dir=str(tmp_path / "whole"))))
     assert not partial.exists()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.mark.parametrize("rename", [0, 1, 2])
+def test_a_kill_at_a_rename_leaves_nothing_in_the_end(config, tmp_path, monkeypatch, rename):
+    other = replace(config, cache_dir=str(tmp_path / "other"))
+    expected = content(prepare_corpus(other))
+    original, calls = os.replace, itertools.count()
+
+    def kill(*arguments):
+        if next(calls) == rename:
+            raise Killed
+        original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", kill)
+        with pytest.raises(Killed):
+            prepare_corpus(config)
+    assert content(prepare_corpus(config)) == expected
+    names = [
+        sorted(path.relative_to(folder) for path in folder.rglob("*"))
+        for folder in map(Path, (other.cache_dir, config.cache_dir))
+    ]
+    assert names[0] == names[1]
 
 
 def test_what_other_libraries_or_an_unreadable_journal_left_is_not_used(config, tmp_path, monkeypatch):

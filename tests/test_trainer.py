@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from engine import build_trainer, small_config, windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sharebert.config import TrainConfig
-from sharebert.trainer import Trainer
+from sharebert.trainer import Stopwatch, Trainer
 from sharebert.update import MAX_CONSECUTIVE_SKIPS, NonFiniteError
 
 
@@ -28,6 +29,29 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def assert_same_bits(first: Trainer, second: Trainer) -> None:
     ours, theirs = weights(first), weights(second)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("per_reading", [0.0, -3600.0])
+def test_a_clock_that_stands_still_or_goes_back_disturbs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_reading: float
+) -> None:
+    config = small_config(max_steps=3, unshare={"step": 2})
+    undisturbed, _ = trained(config, tmp_path / "a")
+    readings = itertools.count(1e6, per_reading)
+    monkeypatch.setattr("sharebert.trainer.time.perf_counter", lambda: next(readings))
+    assert_same_bits(trained(config, tmp_path / "b")[0], undisturbed)
+
+
+def test_a_paused_stopwatch_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    watch = Stopwatch()
+    now = 7.0
+    with watch.paused():
+        now = 10.0
+        assert watch.seconds == 2.0  # the figure that goes into a checkpoint
+    now = 11.0
+    assert watch.seconds == 3.0
 
 
 def test_evaluations_logs_and_saves_change_nothing(tmp_path: Path) -> None:

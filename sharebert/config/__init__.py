@@ -7,6 +7,17 @@ and everything below the command line sees only those. Standard library only (an
 """
 
 from sharebert.config.checks import ConfigError, flatten, from_dict, near_match, to_dict
+from sharebert.config.deep_linear import DeepLinearConfig
+from sharebert.config.finetune import (
+    FinetuneCheckpointConfig,
+    FinetuneConfig,
+    FinetuneEngineConfig,
+    FinetuneEvaluationConfig,
+    FinetuneOptimConfig,
+    RunConfig,
+    TaskConfig,
+    check_complete,
+)
 from sharebert.config.schema import register
 from sharebert.config.train import (
     POLICIES,
@@ -30,14 +41,23 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DebugConfig",
+    "DeepLinearConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "FinetuneCheckpointConfig",
+    "FinetuneConfig",
+    "FinetuneEngineConfig",
+    "FinetuneEvaluationConfig",
+    "FinetuneOptimConfig",
     "LoggingConfig",
     "MaskingConfig",
     "ModelConfig",
     "OptimConfig",
+    "RunConfig",
+    "TaskConfig",
     "TrainConfig",
     "UnshareConfig",
+    "check_complete",
     "check_world_size",
     "flatten",
     "from_dict",

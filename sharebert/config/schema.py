@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from sharebert.config.deep_linear import DeepLinearConfig
+from sharebert.config.finetune import FinetuneConfig
 from sharebert.config.train import TrainConfig
 
-SCHEMAS: dict[str, type] = {"train_schema": TrainConfig}
+SCHEMAS: dict[str, type] = {
+    "train_schema": TrainConfig,
+    "finetune_schema": FinetuneConfig,
+    "deep_linear_schema": DeepLinearConfig,
+}
 """Name of each schema in the defaults list of a primary configuration."""
 
 

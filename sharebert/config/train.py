@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Optional, Protocol
 
 from sharebert.config.checks import check, check_choice, check_fraction, check_positive
 
@@ -169,8 +169,13 @@ class UnshareConfig:
     """At unsharing each layer's optimizer state is a `copy` of the shared one (the literal algorithm), or `reset`."""
     initial: str = "independent"
     """For `never`: layers start `independent` (as an ordinary BERT) or from the `same` weights."""
+    prefix_cache: Optional[str] = None
+    """Folder of shared checkpoints: a run starts from the newest one of a run that is equal up to there, and leaves
+    its own. null: none, and in a sweep `prefix-cache` in its folder; `off`: none, in a sweep either."""
 
     def __post_init__(self) -> None:
+        if self.prefix_cache is not None and self.prefix_cache.lower() in ("off", "false"):  # YAML reads off as false
+            object.__setattr__(self, "prefix_cache", "off")
         check_choice("unshare.policy", self.policy, POLICIES)
         check_choice("unshare.optimizer_state", self.optimizer_state, ("copy", "reset"))
         check_choice("unshare.initial", self.initial, ("independent", "same"))
@@ -240,13 +245,16 @@ class EngineConfig:
     """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
     num_workers: Optional[int] = None
     """Processes that read and mask batches; null: 0 on CPU, 2 on CUDA."""
+    group_timeout_minutes: float = 30.0
+    """How long a process waits for another one of its job before it gives up. What rank 0 does alone, such as saving, may
+    take ten times as long; preparing data as long as it takes."""
 
     def __post_init__(self) -> None:
         check_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
         check_choice("engine.precision", self.precision, ("auto", "bf16", "fp16", "fp32"))
         object.__setattr__(self, "compile", str(self.compile).lower())
         check_choice("engine.compile", self.compile, ("auto", "true", "false"))
-        check_positive("engine.", self, "micro_batch_size")
+        check_positive("engine.", self, "micro_batch_size", "group_timeout_minutes")
         workers = self.num_workers
         check(workers is None or workers >= 0, "engine.num_workers", workers, "a number of at least 0, or null")
 
@@ -263,6 +271,9 @@ class CheckpointConfig:
     """Also keep every checkpoint whose step is a multiple of this."""
     resume: str = "auto"
     """`auto` (from the newest good checkpoint of the run folder), `never`, or the path of a checkpoint."""
+    accept_other_batch: bool = False
+    """Go on in a run although global_batch_size is another one now: no text is repeated or left out, but it is not the
+    same training any more. false: refused."""
 
     def __post_init__(self) -> None:
         check_positive("checkpoint.", self, "every_steps", "keep_last", "keep_every")
@@ -324,7 +335,11 @@ class TrainConfig:
     global_batch_size: int = 64
     """Sequences in an update, over all processes and micro-batches."""
     init_from: Optional[str] = None
-    """Start from the weights of this checkpoint, at step 0 with a fresh optimizer; null: random weights."""
+    """Start from the weights of this checkpoint, or of a folder that Hugging Face Transformers wrote (BERT or
+    MegatronBert), at step 0 with a fresh optimizer. Layers that share begin at their mean. null: random weights."""
+    max_run_minutes: Optional[float] = None
+    """Save and leave with status 75 this long after the process began, before a queue's time limit; null: never. What
+    a save takes is kept free before it."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     masking: MaskingConfig = field(default_factory=MaskingConfig)
@@ -337,7 +352,7 @@ class TrainConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:
-        check_positive("", self, "max_steps", "global_batch_size")
+        check_positive("", self, "max_steps", "global_batch_size", "max_run_minutes")
         check(0 <= self.seed < 2**63, "seed", self.seed, "a whole number from 0 below 2**63")
         positions = self.model.max_position_embeddings
         expected = f"at most model.max_position_embeddings={positions}"
@@ -353,7 +368,12 @@ class TrainConfig:
             check(step is None or step <= self.max_steps, "unshare.step", step, expected)
 
 
-def check_world_size(config: TrainConfig, world_size: int) -> None:
+class _HasBatch(Protocol):
+    @property
+    def global_batch_size(self) -> int: ...
+
+
+def check_world_size(config: _HasBatch, world_size: int) -> None:
     """Refuse a global batch that cannot be split evenly over `world_size` processes."""
     expected = f"a multiple of the {world_size} processes of this job"
     divides = config.global_batch_size % world_size == 0

@@ -8,9 +8,6 @@ Legend: n sequences of a window on this rank, B sequences of a micro-batch, T to
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Optional
@@ -25,6 +22,7 @@ from sharebert.config import MaskingConfig
 from sharebert.data.format import TokenStore, num_sequences, read_sequences
 from sharebert.data.masking import MaskedSequences, Vocabulary, mask_sequences
 from sharebert.data.sampler import locate, permuted_index, rank_samples
+from sharebert.launch import leave_signals_to_parent
 from sharebert.seeding import keyed_bits
 
 _EVALUATION_SEED = 20211003
@@ -99,9 +97,11 @@ class WindowDataset(Dataset[Window]):
     rank: int
     world_size: int
     cross_document_attention: bool = True
+    sample_offset: int = 0
 
     def __getitem__(self, update: int) -> Window:
-        samples = rank_samples(update, self.global_batch_size, self.rank, self.world_size)  # (n,)
+        shares = (self.global_batch_size, self.rank, self.world_size)
+        samples = rank_samples(update, *shares, self.sample_offset)  # (n,)
         total = num_sequences(self.store.num_tokens, self.seq_len)
         epochs, positions = locate(samples, total)
         sequences = permuted_index(self.seed, epochs, positions, total)
@@ -126,6 +126,7 @@ def build_loader(
     num_workers: int,
     pin_memory: bool,
     cross_document_attention: bool = True,
+    sample_offset: int = 0,
 ) -> DataLoader[Window]:
     """A loader of the windows of updates first_update ... num_updates - 1 (counted from 0), for one rank.
 
@@ -144,9 +145,11 @@ def build_loader(
         num_workers: processes that read ahead; 0: windows are made when asked for.
         pin_memory: page-locked windows; ignored without CUDA.
         cross_document_attention: false: windows say which document each token belongs to.
+        sample_offset: not 0 where earlier updates had another size, see :func:`rank_samples`.
     """
     shares = (global_batch_size, rank, world_size)
-    dataset = WindowDataset(store, vocabulary, seq_len, masking, seed, *shares, cross_document_attention)
+    places = (*shares, cross_document_attention, sample_offset)
+    dataset = WindowDataset(store, vocabulary, seq_len, masking, seed, *places)
     return DataLoader(
         dataset,
         batch_size=None,
@@ -248,20 +251,5 @@ def _as_it_is(window: Any) -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    """Leave the signals of a job to the training process, which still needs windows to finish its update.
-
-    SIGTERM cannot simply be ignored: Python ends leftover workers with it and then waits for them, so a
-    training process that fails would hang. A thread lets it through when the parent is the sender.
-    """
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS, where torch's own handler stays
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_exit_when_parent_says, daemon=True).start()
-
-
-def _exit_when_parent_says() -> None:
-    while True:
-        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid():
-            os._exit(0)
+    leave_signals_to_parent()  # which still needs windows to finish its update

@@ -15,12 +15,18 @@ from sharebert.seeding import keyed_bits
 _ROUNDS = 6  # Luby and Rackoff (1988) need 4; halves of few bits, in tiny corpora, are mixed better by more
 
 
-def rank_samples(update: int, global_batch_size: int, rank: int, world: int) -> NDArray[np.int64]:
+def rank_samples(
+    update: int, global_batch_size: int, rank: int, world: int, sample_offset: int = 0
+) -> NDArray[np.int64]:
     """Numbers of the samples that `rank` of `world` handles in the 0-based update.
 
     The update consists of samples update·G ... (update + 1)·G - 1, and sample s goes to rank s mod world.
+
+    Args:
+        sample_offset: added to all of them, where earlier updates had another G: the number of samples that they
+            consisted of, less G for each. Can be negative.
     """
-    first = update * global_batch_size
+    first = sample_offset + update * global_batch_size
     offset = (rank - first) % world
     return np.arange(first + offset, first + global_batch_size, world, dtype=np.int64)
 

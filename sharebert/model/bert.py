@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sharebert.config import ModelConfig
+from sharebert.model.dropout import Dropout
 from sharebert.model.heads import LAYER_NORM_EPS, MaskedLanguageModelHead
 from sharebert.model.layers import TransformerLayer
 from sharebert.seeding import derive_seed
@@ -46,7 +47,7 @@ class Embeddings(nn.Module):
         self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.token_type = nn.Embedding(2, config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS) if config.norm == "post" else None
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, input_ids: Tensor, documents: Tensor | None = None) -> Tensor:
         T = input_ids.shape[1]
@@ -76,25 +77,35 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS) if config.norm == "pre" else None
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Map (B, T, D) to (B, T, D).
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """Map (B, T, D) to (B, K, D).
+
+        The last layer computes the tokens at `positions` only, as nothing else is read of it: exactly the same numbers
+        for about 0.7 of a layer less work.
 
         Args:
             hidden: (B, T, D).
+            positions: int64 (B, K).
             attention_mask: bool (B, T), true at real tokens, or None.
             documents: int64 (B, T); a token attends to those of its own document only. Padding is a document too, so
                 the mask is not needed besides, and no row of scores is empty. None: to all.
         """
-        broadcast_mask = None if attention_mask is None else attention_mask[:, None, None, :]  # (B, 1, 1, T)
+        mask = last_mask = None if attention_mask is None else attention_mask[:, None, None, :]  # (B, 1, 1, T)
         if documents is not None:
-            broadcast_mask = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+            mask = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+            last_mask = documents.gather(1, positions)[:, None, :, None] == documents[:, None, None, :]  # (B, 1, K, T)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
-        for layer in self.layers:
-            if recompute:
-                hidden = checkpoint(layer, hidden, broadcast_mask, use_reentrant=False)
-            else:
-                hidden = layer(hidden, broadcast_mask)
-        return hidden if self.norm is None else self.norm(hidden)  # (B, T, D)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            arguments = (hidden, last_mask, positions) if index == last else (hidden, mask)
+            hidden = checkpoint(layer, *arguments, use_reentrant=False) if recompute else layer(*arguments)
+        return hidden if self.norm is None else self.norm(hidden)  # (B, K, D)
 
 
 class Bert(nn.Module):
@@ -133,8 +144,8 @@ class Bert(nn.Module):
         Returns:
             Logits (B, K, W). Those of the ids from V on are so low that a softmax gives them exactly 0.
         """
-        hidden = self.encoder(self.embeddings(input_ids, documents), attention_mask, documents)  # (B, T, D)
-        logits: Tensor = self.head(hidden, positions, self.embeddings.token.weight)
+        hidden = self.encoder(self.embeddings(input_ids, documents), positions, attention_mask, documents)  # (B, K, D)
+        logits: Tensor = self.head(hidden, self.embeddings.token.weight)
         return logits  # (B, K, W)
 
 

@@ -1,6 +1,6 @@
 """The masked-LM head.
 
-Legend: B sequences, T tokens, K prediction slots, D hidden size, V the vocabulary, W its padded size.
+Legend: B sequences, K prediction slots, D hidden size, V the vocabulary, W its padded size.
 """
 
 from __future__ import annotations
@@ -33,21 +33,16 @@ class MaskedLanguageModelHead(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPS)
         self.bias = nn.Parameter(torch.zeros(vocab_size))  # (V,)
 
-    def forward(self, hidden: Tensor, positions: Tensor, token_embedding: Tensor) -> Tensor:
-        """Score the tokens at `positions`.
+    def forward(self, hidden: Tensor, token_embedding: Tensor) -> Tensor:
+        """Score the vocabulary.
 
         Args:
-            hidden: (B, T, D).
-            positions: int64 (B, K).
+            hidden: (B, K, D), the tokens at the prediction slots.
             token_embedding: (W, D), the decoder.
 
         Returns:
             Logits (B, K, W).
         """
-        B, T, D = hidden.shape
-        row_starts = torch.arange(B, device=positions.device).unsqueeze(1) * T  # (B, 1)
-        slots = (positions + row_starts).flatten()  # (B K,)
-        predicted = hidden.reshape(B * T, D).index_select(0, slots)  # (B K, D)
-        predicted = self.norm(functional.gelu(self.dense(predicted)))  # (B K, D)
+        predicted = self.norm(functional.gelu(self.dense(hidden)))  # (B, K, D)
         bias = functional.pad(self.bias, (0, self.num_padded_ids), value=PADDED_LOGIT)  # (W,)
-        return functional.linear(predicted, token_embedding, bias).view(B, positions.shape[1], -1)  # (B, K, W)
+        return functional.linear(predicted, token_embedding, bias)  # (B, K, W)

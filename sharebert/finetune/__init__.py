@@ -1,0 +1,1 @@
+"""The verb `finetune`: GLUE, SQuAD and tables of one's own, from an exported encoder."""

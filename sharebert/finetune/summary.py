@@ -1,0 +1,179 @@
+"""The table of a fine-tuning sweep: mean and spread over seeds for each rate, and what the dev set chooses.
+
+The paper picks the rate by the dev set. On GLUE it takes the best of four seeds: the best run counts. On SQuAD it gives
+the mean of five runs: the rate of the best mean counts.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sharebert.compose import Cell, Request
+from sharebert.config import flatten
+from sharebert.config.finetune import SQUAD_TASKS
+from sharebert.files import write_atomically
+from sharebert.finetune.results import RESULTS_FILE
+from sharebert.table import markdown_table
+
+logger = logging.getLogger(__name__)
+
+SCORE = "eval/score"
+COMPARED = ("encoder", "random_encoder", "task.")
+"""Keys (a trailing dot: groups) whose values are compared with each other; among those of others the best is chosen."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    folder: Path
+    seed: int
+    settings: dict[str, Any]
+    """The swept keys but for the seed, and their values."""
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed only."""
+
+    runs: list[Run]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Common to the runs."""
+        return self.runs[0].settings
+
+    @property
+    def arm(self) -> tuple[tuple[str, Any], ...]:
+        """The part of the settings that is compared rather than chosen."""
+        return tuple((key, value) for key, value in self.settings.items() if _is_compared(key))
+
+    @property
+    def best(self) -> Run:
+        """The run of the highest score."""
+        return max(self.runs, key=lambda run: run.figures[SCORE])
+
+    def mean(self, name: str) -> float:
+        """Of a figure over the runs."""
+        return statistics.fmean(run.figures[name] for run in self.runs)
+
+    def deviation(self, name: str) -> float | None:
+        """Sample standard deviation of a figure over the runs; None for a single one."""
+        return statistics.stdev(run.figures[name] for run in self.runs) if len(self.runs) > 1 else None
+
+
+def summarize(request: Request) -> None:
+    """Write ``summary.md`` and ``summary.csv`` into the folder of the sweep, and print the first one."""
+    runs = _finished_runs(request.cells)
+    if not runs:
+        return  # ax without labels: there is nothing to compare
+    grouped: dict[str, list[Run]] = {}
+    for run in runs:
+        grouped.setdefault(json.dumps(run.settings), []).append(run)
+    groups = sorted((Group(members) for members in grouped.values()), key=lambda group: json.dumps(group.arm))
+    by_mean = request.cells[0].values["task"]["name"] in SQUAD_TASKS
+    chosen = [choose([group for group in groups if group.arm == arm], by_mean) for arm in _arms(groups)]
+    text = _markdown(groups, chosen, by_mean)
+    if missing := len(request.cells) - len(runs):
+        text += f"\n{missing} of {len(request.cells)} runs are not finished and not in the table.\n"
+    write_atomically(request.folder / "summary.md", text)
+    write_atomically(request.folder / "summary.csv", _csv(groups, chosen))
+    print(text, end="")
+    logger.info("summary: %s", request.folder / "summary.md")
+
+
+def choose(groups: Sequence[Group], by_mean: bool) -> Group:
+    """The group that the dev set chooses: of the best mean, or of the best run."""
+    return max(groups, key=lambda group: group.mean(SCORE) if by_mean else group.best.figures[SCORE])
+
+
+def _is_compared(key: str) -> bool:
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in COMPARED)
+
+
+def _arms(groups: Sequence[Group]) -> list[tuple[tuple[str, Any], ...]]:
+    return list({json.dumps(group.arm): group.arm for group in groups}.values())
+
+
+def _finished_runs(cells: Sequence[Cell]) -> list[Run]:
+    settings = [flatten(cell.values) for cell in cells]
+    swept = [key for key in settings[0] if len({json.dumps(values[key]) for values in settings}) > 1]
+    keys = [key for key in swept if key not in ("seed", "run_name")]
+    keys = ["optim.lr", *keys] if "optim.lr" not in keys else keys
+    runs = []
+    for cell, values in zip(cells, settings, strict=True):
+        try:
+            results = json.loads((cell.folder / RESULTS_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if SCORE in results["figures"]:
+            kept = {key: values[key] for key in keys}
+            runs.append(Run(cell.folder, values["seed"], kept, results["figures"]))
+    return runs
+
+
+def _figure_names(groups: Sequence[Group]) -> list[str]:
+    """The score first, then the figures that all runs have."""
+    names = [name for name in groups[0].runs[0].figures if name != SCORE]
+    runs = [run for group in groups for run in group.runs]
+    is_share = [name for name in names if not name.endswith("_threshold")]  # else no figure from 0 to 1
+    return [SCORE, *(name for name in is_share if all(name in run.figures for run in runs))]
+
+
+def _markdown(groups: Sequence[Group], chosen: Sequence[Group], by_mean: bool) -> str:
+    names, keys = _figure_names(groups), list(groups[0].settings)
+    header = [*keys, "seeds", *(name.removeprefix("eval/") for name in names), "best run", "chosen"]
+    rows = []
+    for group in groups:
+        shown = [_show(group.settings[key]) for key in keys]
+        shown += [str(len(group.runs)), *(_mean_and_deviation(group, name) for name in names)]
+        shown += [f"{_percent(group.best.figures[SCORE])} (seed {group.best.seed})", "x" if group in chosen else ""]
+        rows.append(shown)
+    rule = "the best mean" if by_mean else "the best run"
+    lines = [markdown_table(header, rows), ""]
+    lines += [f"In percent: mean ± standard deviation over seeds. Chosen by {rule} on the dev set (score).", ""]
+    for group in chosen:
+        settings = ", ".join(f"{key}={_show(value)}" for key, value in group.settings.items())
+        if by_mean:
+            lines.append(f"- {settings}: {_mean_and_deviation(group, SCORE)} over {len(group.runs)} seeds")
+        else:
+            best = group.best
+            lines.append(f"- {settings}, seed={best.seed}: {_percent(best.figures[SCORE])} ({best.folder})")
+    return "\n".join(lines) + "\n"
+
+
+def _csv(groups: Sequence[Group], chosen: Sequence[Group]) -> str:
+    """The same as fractions, for programs."""
+    names, keys = _figure_names(groups), list(groups[0].settings)
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    statistics_of = [f"{name}_{part}" for name in names for part in ("mean", "std")]
+    writer.writerow([*keys, "seeds", *statistics_of, "best_score", "best_seed", "best_folder", "chosen"])
+    for group in groups:
+        figures = [value for name in names for value in (group.mean(name), group.deviation(name))]
+        best = group.best
+        tail = [best.figures[SCORE], best.seed, best.folder, int(group in chosen)]
+        writer.writerow([*(group.settings[key] for key in keys), len(group.runs), *figures, *tail])
+    return file.getvalue()
+
+
+def _show(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
+def _mean_and_deviation(group: Group, name: str) -> str:
+    deviation = group.deviation(name)
+    return _percent(group.mean(name)) + ("" if deviation is None else f" ± {_percent(deviation)}")

@@ -1,0 +1,247 @@
+"""Memory that one process takes in training, from sizes alone: nothing is run.
+
+Counted are the tensors that live at once where an update needs most; an allocator adds to that. Every term is named
+after the code it describes, and what autograd keeps of a layer and of the head is compared with torch in
+tests/test_memory.py.
+
+Legend: B sequences of a micro-batch, T tokens, K prediction slots, D hidden size, F feed-forward size, H heads, L
+layers, W the vocabulary's padded size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sharebert.config import ModelConfig, OptimConfig
+from sharebert.model.bert import padded_vocabulary_size
+
+GIB = 2**30
+
+CPU_PROGRAM_BYTES = 383 * 2**20
+"""Python with torch, its kernels and all that is loaded in the first update; fitted to measurements."""
+CPU_LOOSE_EMBEDDINGS = 2.3
+"""Gaps in glibc's heap (:mod:`sharebert.allocator`), in token embeddings: what comes and goes in the largest pieces
+leaves the largest holes. Fitted to measurements."""
+CUDA_PROGRAM_BYTES = 600 * 2**20
+"""CUDA's context and the work space of its libraries; a rule of thumb, not measured."""
+CUDA_OVERHEAD = 1.05
+"""Memory that torch's CUDA allocator takes for one byte of tensors; a rule of thumb, not measured."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the memory of a forward and backward pass over one micro-batch depends on."""
+
+    model: ModelConfig
+    vocab_size: int
+    seq_len: int
+    slots: int
+    """Prediction slots of a sequence."""
+    precision: str
+    """`bf16`, `fp16` or `fp32`."""
+    device: str
+    """`cpu` or `cuda`."""
+    micro_batch_size: int
+    activation_checkpointing: bool = False
+    has_documents: bool = False
+    """Whether attention gets a mask of documents (`data.cross_document_attention=false`)."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a number in the matrix products."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """B T."""
+        return self.micro_batch_size * self.seq_len
+
+    @property
+    def predictions(self) -> int:
+        """B K."""
+        return self.micro_batch_size * self.slots
+
+
+# ---------------------------------------------------------------------- what autograd keeps
+
+
+def dropout_bytes(run: Pass, numbers: int, probability: float, item_bytes: int) -> int:
+    """The factors by which `numbers` were multiplied: numbers on a CPU, a mask on CUDA."""
+    if probability == 0.0:
+        return 0
+    return numbers * (item_bytes if run.device == "cpu" else 1)
+
+
+def attention_bytes(run: Pass) -> int:
+    """Kept between the projections of one layer: all but the input of the last, which is its own term.
+
+    A CPU keeps query, key, value and the T x T probabilities of every head; a fused kernel their common storage and
+    a number a row.
+    """
+    D, H, item = run.model.hidden_size, run.model.num_heads, run.item_bytes
+    probabilities = run.tokens * H * run.seq_len
+    if run.device == "cpu":
+        kept = item * 3 * run.tokens * D + item * probabilities  # query, key, value; softmax
+        if run.has_documents:
+            kept += run.tokens * run.seq_len  # the mask, a byte each, once for all heads
+        if run.model.attention_dropout > 0.0:
+            kept += item * probabilities + dropout_bytes(run, probabilities, run.model.attention_dropout, item)
+        return kept
+    kept = item * 3 * run.tokens * D + 4 * run.tokens * H
+    return kept + (item * run.tokens * run.seq_len if run.has_documents else 0)  # the mask as numbers to add
+
+
+def weight_copy_bytes(run: Pass) -> int:
+    """The matrices of one layer in 16 bits; autocast makes them in every layer, shared or not."""
+    D, F = run.model.hidden_size, run.model.intermediate_size
+    return 0 if run.precision == "fp32" else run.item_bytes * (4 * D * D + 2 * D * F)
+
+
+def layer_bytes(run: Pass) -> int:
+    """All that one layer keeps for its backward pass, without its own parameters."""
+    D, F, item = run.model.hidden_size, run.model.intermediate_size, run.item_bytes
+    norms = 2 * run.tokens * (4 * D + 8)  # the inputs in fp32, mean and rate of every row
+    products = item * run.tokens * (D + D + D + F)  # inputs of qkv, output, up, down
+    activation = item * run.tokens * F  # input of the GELU
+    dropouts = 2 * dropout_bytes(run, run.tokens * D, run.model.dropout, item)
+    return norms + products + activation + dropouts + attention_bytes(run) + weight_copy_bytes(run)
+
+
+def encoder_bytes(run: Pass) -> int:
+    """Kept by all layers; with activation checkpointing only what goes into each."""
+    if run.activation_checkpointing:
+        return run.model.num_layers * 4 * run.tokens * run.model.hidden_size
+    return run.model.num_layers * layer_bytes(run)
+
+
+def embedding_bytes(run: Pass) -> int:
+    """Kept by the embeddings, and with Pre-LN by the norm that ends the encoder."""
+    D = run.model.hidden_size
+    norm = run.tokens * (4 * D + 8)
+    return 8 * run.tokens + norm + dropout_bytes(run, run.tokens * D, run.model.dropout, 4)
+
+
+def head_bytes(run: Pass) -> int:
+    """Kept by the masked-LM head up to the input of the decoder, and its weights in 16 bits."""
+    D, W, item = run.model.hidden_size, padded_vocabulary_size(run.vocab_size), run.item_bytes
+    kept = run.predictions * (4 * item * D + 8 + 8)  # inputs of dense, GELU, norm and decoder; slots; the norm's rows
+    return kept + (0 if run.precision == "fp32" else item * (D * D + W * D))
+
+
+def loss_bytes(run: Pass) -> int:
+    """The logits and all that is as large as they, where the backward pass of the cross-entropy needs most.
+
+    The logits themselves, the logarithms of the softmax, their gradient, and the gradient of the logits, all but the
+    first in fp32.
+    """
+    W = padded_vocabulary_size(run.vocab_size)
+    return run.predictions * W * (run.item_bytes + 3 * 4)
+
+
+# ---------------------------------------------------------------------- where an update needs most
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one process that do not depend on the micro-batch."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    sample: int = 0
+    """Weights that are copied to measure `share/update_to_weight`."""
+    check: int = 0
+    """Gradients of a check, when those of every unit are there one by one; 0: there are no checks."""
+
+    @property
+    def state(self) -> int:
+        """What outlives an update."""
+        return self.weights + self.optimizer
+
+
+def held_bytes(
+    sizes: Iterable[int], optim: OptimConfig, sampled: Iterable[int] = (), checked: Iterable[int] = ()
+) -> Held:
+    """Memory of unique parameters of these `sizes`, in fp32.
+
+    Args:
+        sizes: numbers in each unique parameter.
+        optim: decides how many moments there are.
+        sampled: the same of those that are sampled for `share/update_to_weight`.
+        checked: the same of all gradients of a check of the correlations.
+    """
+    numbers = sum(sizes)
+    moments = 2 if optim.name == "adamw" else 0
+    return Held(4 * numbers, 4 * numbers, moments * 4 * numbers, 4 * sum(sampled), 4 * sum(checked))
+
+
+def tensor_bytes(run: Pass, held: Held, keeps_gradients: bool) -> int:
+    """Most bytes of tensors that live at once in an update.
+
+    Args:
+        run: the micro-batch.
+        held: parameters, gradients and optimizer state.
+        keeps_gradients: whether gradients are there while a forward pass runs: with several micro-batches in an
+            update, and under DDP, whose buckets hold them all along.
+    """
+    D, F, W = run.model.hidden_size, run.model.intermediate_size, padded_vocabulary_size(run.vocab_size)
+    before = held.state + (held.gradients if keeps_gradients else 0)
+    kept = encoder_bytes(run) + embedding_bytes(run)
+    embedding = 4 * W * D  # the gradient of the token embedding, once from the decoder, once from the input
+    decoder = embedding + (0 if run.precision == "fp32" else run.item_bytes * W * D)  # in 16 bits and in fp32
+    logits = run.predictions * W * run.item_bytes
+    moving = run.tokens * F * run.item_bytes * 2 + D * F * (4 + run.item_bytes)  # gradients on their way in a layer
+    recomputed = layer_bytes(run) if run.activation_checkpointing else 0
+    return max(
+        before + kept + head_bytes(run) + loss_bytes(run),
+        before + kept + head_bytes(run) + logits + decoder,
+        before + kept + logits + embedding + moving + recomputed,
+        held.state + held.gradients + logits + embedding * (2 if keeps_gradients else 1),
+        held.state + max(held.gradients + held.sample, 2 * held.sample),
+        held.state + held.check + embedding if held.check else 0,
+    )
+
+
+def process_bytes(run: Pass, held: Held, keeps_gradients: bool) -> int:
+    """Memory of the process (resident, on a CPU) or of the GPU: tensors, gaps between them, and the program."""
+    tensors = tensor_bytes(run, held, keeps_gradients)
+    if run.device == "cpu":
+        embedding = 4 * padded_vocabulary_size(run.vocab_size) * run.model.hidden_size
+        return CPU_PROGRAM_BYTES + int(CPU_LOOSE_EMBEDDINGS * embedding) + tensors
+    return CUDA_PROGRAM_BYTES + int(CUDA_OVERHEAD * tensors)
+
+
+# ---------------------------------------------------------------------- what there is
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that a process could take on this machine now; None where that is not known (CUDA without a GPU)."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    found = [value for value in (_available_bytes(), _group_bytes()) if value is not None]
+    return min(found, default=None)
+
+
+def _available_bytes() -> int | None:
+    """What the kernel says could be had without swapping; elsewhere all of the machine's memory."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def _group_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What is left of a container's limit (control groups, version 2); None without one."""
+    try:
+        limit, used = (int((folder / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+    except (OSError, ValueError):  # no such file, or `max`
+        return None
+    return max(0, limit - used)
