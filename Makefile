@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-slow fault-drill lint clean
+.PHONY: help demo study test test-slow fault-drill gpu-check lint clean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -15,7 +15,7 @@ demo: .venv/.installed ## Pretrain a small BERT on real text, shared, then unsha
 
 # Hours; the same command goes on where it stopped. STEPS=small: minutes. DEVICE=cuda: one GPU. CORPUS='a.jsonl.gz ...':
 # your text, VALID='...': held-out text besides. ARGS: more flags, see `python -m sharebert.study --help`.
-study: .venv/.installed ## Compare sharing with baselines on real text, with seeds: outputs/study (STEPS=small DEVICE=cuda CORPUS=...)
+study: .venv/.installed ## Compare sharing with baselines on real text, in hours (STEPS=small: minutes): outputs/study
 	$(BIN)/python -m sharebert.study $(if $(STEPS),--steps $(STEPS)) $(if $(DEVICE),--device $(DEVICE)) \
 	  $(if $(CORPUS),--corpus $(CORPUS)) $(if $(VALID),--valid $(VALID)) $(ARGS)
 
@@ -27,6 +27,9 @@ test-slow: .venv/.installed ## Run the long loops and drills
 
 fault-drill: .venv/.installed ## Kill, freeze and damage small runs in every way, and compare the ends: 10 minutes (SEED=...)
 	PYTHONPATH=tests $(BIN)/python -m drill $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+gpu-check: .venv/.installed ## Check and measure what needs a GPU: outputs/gpu-check (without one, a dry run)
+	$(BIN)/python tests/gpu_check.py $(ARGS)
 
 lint: .venv/.installed ## Check style, formatting and types
 	$(BIN)/ruff check

@@ -40,6 +40,7 @@ from sharebert.launch import (
     StopRequested,
     StopSignals,
     detect_ranks,
+    leave_at_once,
     set_threads,
 )
 from sharebert.log import set_up_logging
@@ -112,12 +113,7 @@ def entry() -> NoReturn:
         set_threads(detect_ranks())
     status = main()
     if detect_ranks().launched:
-        # Threads that the collectives' libraries leave behind can abort the interpreter on its way out, and a finished
-        # rank would count as failed. All files are closed by now.
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        leave_at_once(status)
     sys.exit(status)
 
 
@@ -314,7 +310,7 @@ def _train(config: TrainConfig, folder: Path, ranks: Ranks) -> int:
 
 
 def _plan(request: Request, flags: argparse.Namespace, ranks: Ranks) -> int:
-    from sharebert.plan import Circumstances, plan
+    from sharebert.plan.run import Circumstances, plan
 
     processes = ranks.world_size if flags.processes is None else flags.processes
     circumstances = Circumstances(processes, flags.memory_gib, flags.tokens_per_second)

@@ -88,7 +88,7 @@ def _draw_accuracy(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 def unshare_points(rows: list[dict[str, Any]]) -> list[int]:
     """Updates from which fewer weights are shared than before, in the rows of a `metrics.jsonl`."""
-    phased = [row for row in rows if "share/unique_parameters" in row]
+    phased = [row for row in rows if isinstance(row.get("share/unique_parameters"), int)]
     return [
         after["step"]
         for before, after in pairwise(phased)

@@ -5,17 +5,20 @@ Knows nothing of torch, so that the command line can refuse a wrong set-up befor
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from sharebert.config import ConfigError
 
@@ -145,6 +148,17 @@ def set_threads(ranks: Ranks, environ: MutableMapping[str, str] = os.environ) ->
     environ["OMP_NUM_THREADS"] = str(max(1, cores))
 
 
+def leave_at_once(status: int) -> NoReturn:
+    """End a rank with `status`, its files flushed, without the interpreter's shut-down.
+
+    Threads that the collectives' libraries leave behind can abort that, and a finished rank would count as failed.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 # ---------------------------------------------------------------------- being asked to stop
 
 
@@ -222,8 +236,10 @@ class StopSignals:
         if self._signalled_at is None:
             self._signalled_at = now
             self.received = self.received or name
-            if self._is_announced:  # os.write: a handler may interrupt the very print that it would need
-                os.write(2, f"\n{name}: stopping as soon as it is safe; a second signal ends at once\n".encode())
+            if self._is_announced:
+                text = f"\n{name}: stopping as soon as it is safe; a second signal ends at once\n"
+                with contextlib.suppress(OSError):  # a terminal that is gone
+                    os.write(2, text.encode())  # not print: a handler may interrupt the very one that it would need
         elif now - self._signalled_at >= ECHO_SECONDS:
             # Files are only ever renamed into place, so leaving here harms nothing that was saved.
             os._exit(128 + number)

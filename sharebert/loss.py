@@ -40,7 +40,7 @@ class _WeightedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """weight x (softmax - 1 at the label), of every row, times the gradient of the sum."""
         logits, labels, weights, log_sums = ctx.saved_tensors
-        factors = (weights * gradient).to(log_sums.dtype)
+        factors = weights.to(log_sums.dtype) * gradient  # a lone number does not make fp32 into fp64
         rows = (_chunks(values, logits) for values in (logits, labels, factors, log_sums))
         for chunk, chunk_labels, factor, log_sum in zip(*rows, strict=True):
             softmax = _at_least_fp32(chunk).sub(log_sum.unsqueeze(1)).exp_()

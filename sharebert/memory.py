@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from sharebert.config import ModelConfig, OptimConfig
+from sharebert.loss import CHUNK_NUMBERS
 from sharebert.model.bert import padded_vocabulary_size
 
 GIB = 2**30
@@ -77,23 +78,20 @@ def dropout_bytes(run: Pass, numbers: int, probability: float, item_bytes: int) 
     return numbers * (item_bytes if run.device == "cpu" else 1)
 
 
-def attention_bytes(run: Pass) -> int:
+def attention_bytes(run: Pass, queries: int) -> int:
     """Kept between the projections of one layer: all but the input of the last, which is its own term.
 
-    A CPU keeps query, key, value and the T x T probabilities of every head; a fused kernel their common storage and
-    a number a row.
+    A CPU keeps query, key, value and the probabilities of every head; a fused kernel the former and a number a row.
     """
     D, H, item = run.model.hidden_size, run.model.num_heads, run.item_bytes
-    probabilities = run.tokens * H * run.seq_len
-    if run.device == "cpu":
-        kept = item * 3 * run.tokens * D + item * probabilities  # query, key, value; softmax
-        if run.has_documents:
-            kept += run.tokens * run.seq_len  # the mask, a byte each, once for all heads
-        if run.model.attention_dropout > 0.0:
-            kept += item * probabilities + dropout_bytes(run, probabilities, run.model.attention_dropout, item)
-        return kept
-    kept = item * 3 * run.tokens * D + 4 * run.tokens * H
-    return kept + (item * run.tokens * run.seq_len if run.has_documents else 0)  # the mask as numbers to add
+    pairs = queries * run.seq_len
+    kept = item * (queries + 2 * run.tokens) * D
+    if run.device == "cuda":
+        return kept + 4 * queries * H + (item * pairs if run.has_documents else 0)  # the mask as numbers to add
+    kept += item * pairs * H  # the softmax
+    if run.model.attention_dropout > 0.0:
+        kept += item * pairs * H + dropout_bytes(run, pairs * H, run.model.attention_dropout, item)
+    return kept + (pairs if run.has_documents else 0)  # the mask, a byte each, once for all heads
 
 
 def weight_copy_bytes(run: Pass) -> int:
@@ -102,45 +100,54 @@ def weight_copy_bytes(run: Pass) -> int:
     return 0 if run.precision == "fp32" else run.item_bytes * (4 * D * D + 2 * D * F)
 
 
-def layer_bytes(run: Pass) -> int:
-    """All that one layer keeps for its backward pass, without its own parameters."""
+def layer_bytes(run: Pass, is_last: bool = False) -> int:
+    """All that one layer keeps for its backward pass, without its own parameters.
+
+    The last layer computes the prediction slots only, and has the queries' tokens besides those of keys and values.
+    """
     D, F, item = run.model.hidden_size, run.model.intermediate_size, run.item_bytes
-    norms = 2 * run.tokens * (4 * D + 8)  # the inputs in fp32, mean and rate of every row
-    products = item * run.tokens * (D + D + D + F)  # inputs of qkv, output, up, down
-    activation = item * run.tokens * F  # input of the GELU
-    dropouts = 2 * dropout_bytes(run, run.tokens * D, run.model.dropout, item)
-    return norms + products + activation + dropouts + attention_bytes(run) + weight_copy_bytes(run)
+    computed = run.predictions if is_last else run.tokens
+    normed = (run.tokens if run.model.norm == "pre" else computed) + computed
+    norms = normed * (4 * D + 8)  # the inputs in fp32, mean and rate of every row
+    products = item * (run.tokens * D + computed * (2 * D + F))  # inputs of qkv, output, up, down
+    if is_last:
+        products += item * computed * D + 8 * computed  # input of the queries; the slots
+        products += 0 if item == 4 else 4 * run.tokens * D  # what the tokens at the slots are gathered from
+    activation = item * computed * F  # input of the GELU
+    dropouts = 2 * dropout_bytes(run, computed * D, run.model.dropout, item)
+    return norms + products + activation + dropouts + attention_bytes(run, computed) + weight_copy_bytes(run)
 
 
 def encoder_bytes(run: Pass) -> int:
     """Kept by all layers; with activation checkpointing only what goes into each."""
     if run.activation_checkpointing:
         return run.model.num_layers * 4 * run.tokens * run.model.hidden_size
-    return run.model.num_layers * layer_bytes(run)
+    return (run.model.num_layers - 1) * layer_bytes(run) + layer_bytes(run, is_last=True)
 
 
 def embedding_bytes(run: Pass) -> int:
-    """Kept by the embeddings, and with Pre-LN by the norm that ends the encoder."""
+    """Kept by the embeddings, with their norm (Post-LN)."""
     D = run.model.hidden_size
-    norm = run.tokens * (4 * D + 8)
+    norm = run.tokens * (4 * D + 8) if run.model.norm == "post" else 0
     return 8 * run.tokens + norm + dropout_bytes(run, run.tokens * D, run.model.dropout, 4)
 
 
 def head_bytes(run: Pass) -> int:
-    """Kept by the masked-LM head up to the input of the decoder, and its weights in 16 bits."""
+    """Kept by the norm that ends the encoder (Pre-LN) and the masked-LM head, with its weights in 16 bits."""
     D, W, item = run.model.hidden_size, padded_vocabulary_size(run.vocab_size), run.item_bytes
-    kept = run.predictions * (4 * item * D + 8 + 8)  # inputs of dense, GELU, norm and decoder; slots; the norm's rows
+    kept = run.predictions * (4 * item * D + 8)  # inputs of dense, GELU, norm and decoder; the norm's rows
+    kept += run.predictions * (4 * D + 8) if run.model.norm == "pre" else 0
     return kept + (0 if run.precision == "fp32" else item * (D * D + W * D))
 
 
-def loss_bytes(run: Pass) -> int:
-    """The logits and all that is as large as they, where the backward pass of the cross-entropy needs most.
+def logit_bytes(run: Pass) -> int:
+    """The logits; the backward pass of the loss writes their gradient over them."""
+    return run.predictions * padded_vocabulary_size(run.vocab_size) * run.item_bytes
 
-    The logits themselves, the logarithms of the softmax, their gradient, and the gradient of the logits, all but the
-    first in fp32.
-    """
-    W = padded_vocabulary_size(run.vocab_size)
-    return run.predictions * W * (run.item_bytes + 3 * 4)
+
+def loss_bytes(run: Pass) -> int:
+    """What the loss needs besides the logits: some rows of them in fp32, and their softmax."""
+    return 2 * 4 * min(CHUNK_NUMBERS, run.predictions * padded_vocabulary_size(run.vocab_size))
 
 
 # ---------------------------------------------------------------------- where an update needs most
@@ -194,12 +201,11 @@ def tensor_bytes(run: Pass, held: Held, keeps_gradients: bool) -> int:
     kept = encoder_bytes(run) + embedding_bytes(run)
     embedding = 4 * W * D  # the gradient of the token embedding, once from the decoder, once from the input
     decoder = embedding + (0 if run.precision == "fp32" else run.item_bytes * W * D)  # in 16 bits and in fp32
-    logits = run.predictions * W * run.item_bytes
+    logits = logit_bytes(run)  # the loop holds them until the backward pass is done
     moving = run.tokens * F * run.item_bytes * 2 + D * F * (4 + run.item_bytes)  # gradients on their way in a layer
     recomputed = layer_bytes(run) if run.activation_checkpointing else 0
     return max(
-        before + kept + head_bytes(run) + loss_bytes(run),
-        before + kept + head_bytes(run) + logits + decoder,
+        before + kept + logits + head_bytes(run) + max(loss_bytes(run), decoder),
         before + kept + logits + embedding + moving + recomputed,
         held.state + held.gradients + logits + embedding * (2 if keeps_gradients else 1),
         held.state + max(held.gradients + held.sample, 2 * held.sample),

@@ -8,6 +8,7 @@ which makes it requeue the job; the job then resumes as the same command would.
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
 import logging
 import os
@@ -22,7 +23,15 @@ from typing import Any
 
 from sharebert.compose import Cell, Request, compose
 from sharebert.config import ConfigError, TrainConfig, check_world_size, from_dict, to_dict
-from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, StopSignals
+from sharebert.launch import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    StopSignals,
+    detect_ranks,
+    leave_at_once,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +77,8 @@ class Job:
             signal.raise_signal(_requeue_signal())
         if status not in (EXIT_FINISHED, EXIT_STOPPED) and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
             raise RuntimeError(f"sharebert {self.verb} ended with exit status {status}")
+        if detect_ranks().launched:
+            atexit.register(leave_at_once, EXIT_FINISHED)  # once submitit has written down the result
         return status
 
     def checkpoint(self) -> Any:

@@ -25,7 +25,19 @@ from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAG
 from sharebert.update import Updater
 
 CONF = Path(__file__).parent.parent / "conf"
-VERBS = ("train", "prepare", "plan", "bench", "submit", "evaluate", "inspect", "export", "finetune", "report", "deep-linear")
+VERBS = (
+    "train",
+    "prepare",
+    "plan",
+    "bench",
+    "submit",
+    "evaluate",
+    "inspect",
+    "export",
+    "finetune",
+    "report",
+    "deep-linear",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +99,7 @@ def test_help_of_a_verb_with_flags_shows_its_flags(verb: str, capsys: pytest.Cap
 
 
 def test_the_examples_of_the_help_compose(capsys: pytest.CaptureFixture[str]) -> None:
-    examples = re.findall(r"^ {15}sharebert ((?:train|prepare).*)$", cli.USAGE, re.MULTILINE)
+    examples = re.findall(r"^ {15}sharebert ((?:train|prepare|finetune).*)$", cli.USAGE, re.MULTILINE)
     assert len(examples) >= 4
     for example in examples:
         arguments = [argument for argument in shlex.split(example) if argument != "-m"]

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 from finetuning import finetune, invented_rows, read_results, write_lines
+from omegaconf import OmegaConf
 
-from sharebert.compose import Cell, Request
+from sharebert.compose import Cell, Request, compose
+from sharebert.config import FinetuneConfig
 from sharebert.finetune.summary import summarize
+
+CONF = Path(__file__).parent.parent / "conf"
 
 
 def cell(folder: Path, task: str, lr: float, seed: int, score: float | None, random_encoder: bool = False) -> Cell:
@@ -96,14 +100,15 @@ def test_a_sweep_ends_with_the_table_and_skips_what_is_finished(
     assert again.out == table
 
 
-def test_the_grids_are_those_of_the_paper(tmp_path: Path) -> None:
-    from sharebert.compose import compose
-    from sharebert.config import FinetuneConfig
-
-    for grid, task, seeds in (("glue", "rte", 4), ("squad", "squad_v2", 5)):
-        request = compose("finetune", "finetune", FinetuneConfig, ["-m", f"+grid={grid}", f"task={task}", "encoder=x"])
-        found = {(cell.values["optim"]["lr"], cell.values["seed"]) for cell in request.cells}
-        rates = (1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5, 7.5e-5, 1e-4, 1.2e-4)
-        assert found == {(rate, seed) for rate in rates for seed in range(1, seeds + 1)}
-        assert request.folder == Path(f"outputs/finetune-{task}")
-        assert len({cell.folder for cell in request.cells}) == len(request.cells)
+def test_the_grids_are_those_of_the_paper_and_can_be_narrowed() -> None:
+    rates = {1e-5, 1.5e-5, 2e-5, 3e-5, 4e-5, 5e-5, 7.5e-5, 1e-4, 1.2e-4}
+    for grid, seeds in (("glue", 4), ("squad", 5)):
+        swept = OmegaConf.load(CONF / f"grid/{grid}.yaml").hydra.sweeper.params
+        assert {float(rate) for rate in swept["optim.lr"].split(",")} == rates
+        assert [int(seed) for seed in swept["seed"].split(",")] == [*range(1, seeds + 1)]
+    arguments = ["-m", "+grid=squad", "task=squad_v2", "encoder=x", "optim.lr=3e-5"]
+    request = compose("finetune", "finetune", FinetuneConfig, arguments)
+    found = [(cell.values["optim"]["lr"], cell.values["seed"]) for cell in request.cells]
+    assert found == [(3e-5, seed) for seed in (1, 2, 3, 4, 5)]
+    assert request.folder == Path("outputs/finetune-squad_v2")
+    assert len({cell.folder for cell in request.cells}) == len(request.cells)

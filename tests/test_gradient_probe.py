@@ -10,7 +10,9 @@ import torch
 from engine import build_trainer, small_config, windows
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
+from sharebert import distributed
 from sharebert.data.loader import Window
 from sharebert.gradient_probe import GradientProbe, adjacent_correlations
 from sharebert.model.bert import Bert
@@ -123,9 +125,11 @@ def test_correlation_is_the_cosine_of_flattened_gradients() -> None:
 
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's own
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_compiled_layers_compile_once_for_checks_splits_and_evaluations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
+    """Under DDP too, here with a group of one process; and where a window holds the padded end of the corpus."""
     graphs = []
 
     def count(graph: torch.fx.GraphModule, _inputs: object) -> object:
@@ -137,16 +141,26 @@ def test_compiled_layers_compile_once_for_checks_splits_and_evaluations(
     torch._dynamo.reset()
     unshare = {"policy": "multi_step", "check_every": 2, "threshold": 0.999, "patience": 1}
     config = small_config(unshare=unshare, evaluation={"every_steps": 5}, engine={"compile": "true"})
-    trainer, rows = build_trainer(config, tmp_path)
-    all_windows = [window for window in windows(config, tmp_path) if not window.is_padded]
-    trainer._evaluate_when_due()
-    trainer.train_step(all_windows[0])
-    compiled = len(graphs)
-    assert compiled >= 1
-    for window in all_windows[1:]:
-        trainer.maybe_unshare()
-        trainer.train_step(window)
-        trainer._cross_boundary()
+    if world_size > 1:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        monkeypatch.setattr(distributed, "world_size", lambda: world_size)  # so that the model is wrapped
+    try:
+        trainer, rows = build_trainer(config, tmp_path)
+        assert isinstance(trainer.updater._wrapped, DistributedDataParallel) == (world_size > 1)
+        all_windows = list(windows(config, tmp_path))
+        assert not all_windows[0].is_padded
+        assert any(window.is_padded for window in all_windows)
+        trainer._evaluate_when_due()
+        trainer.train_step(all_windows[0])
+        compiled = len(graphs)
+        assert compiled >= 1
+        for window in all_windows[1:]:
+            trainer.maybe_unshare()
+            trainer.train_step(window)
+            trainer._cross_boundary()
+    finally:
+        if world_size > 1:
+            torch.distributed.destroy_process_group()
     assert len({str(groups) for groups in rows.series("share/groups")}) > 2
     assert len(graphs) == compiled
 

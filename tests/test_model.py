@@ -258,6 +258,18 @@ def test_all_layers_run_one_compiled_graph_without_breaks(norm: str) -> None:
     assert len(graphs) == 4
 
 
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_the_last_layer_gives_the_slots_what_it_would_give_all_tokens(norm: str, has_documents: bool) -> None:
+    model = build(norm).eval()
+    input_ids, positions, _, attention_mask = batch()
+    T = input_ids.shape[1]
+    documents = torch.arange(T).div(5, rounding_mode="floor").expand_as(input_ids) if has_documents else None
+    every = torch.arange(T).expand_as(input_ids)
+    expected = at_positions(model(input_ids, every, attention_mask, documents), positions)
+    torch.testing.assert_close(model(input_ids, positions, attention_mask, documents), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_positions_count_from_the_first_token_of_a_document() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 2, 2, 2, 2, 2, 3]])
     assert positions_within(documents).tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 0, 0, 1, 2, 3, 4, 0]]

@@ -193,6 +193,7 @@ def test_prepare_stops_with_its_workers_when_all_of_them_get_the_signal(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
 def test_a_signal_during_the_first_compilation_stops_after_it(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

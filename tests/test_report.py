@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import re
@@ -16,10 +17,10 @@ from omegaconf import OmegaConf
 
 from sharebert.checkpoint import CheckpointFolder
 from sharebert.cli import main
-from sharebert.config import ConfigError, TrainConfig, from_dict, to_dict
+from sharebert.config import POLICIES, ConfigError, TrainConfig, UnshareConfig, from_dict, to_dict
 from sharebert.launch import EXIT_FINISHED, EXIT_USAGE
 from sharebert.model.bert import Bert
-from sharebert.report.arms import Arm, group_into_arms
+from sharebert.report.arms import POLICY_NAMES, USED_BY, Arm, group_into_arms
 from sharebert.report.compare import (
     choose_baseline,
     difference_curve,
@@ -222,6 +223,12 @@ def test_arms_are_named_by_policy_and_by_what_differs() -> None:
     low, high = (settings(unshare__policy="adaptive", unshare__check_every=5, unshare__threshold=t) for t in (0.3, 0.7))
     rho = "\N{GREEK SMALL LETTER RHO}"
     assert names_of(low, high, never) == ["baseline", f"SWE-A, {rho}=0.3", f"SWE-A, {rho}=0.7"]
+
+
+def test_every_policy_has_a_name_and_the_settings_it_looks_at() -> None:
+    assert set(POLICIES) == set(USED_BY) == set(POLICY_NAMES)
+    settings_of_unsharing = {field.name for field in dataclasses.fields(UnshareConfig)}
+    assert {key for keys in USED_BY.values() for key in keys} <= settings_of_unsharing
 
 
 @pytest.mark.parametrize(

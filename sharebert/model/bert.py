@@ -101,10 +101,13 @@ class Encoder(nn.Module):
             mask = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
             last_mask = documents.gather(1, positions)[:, None, :, None] == documents[:, None, None, :]  # (B, 1, K, T)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        # Padding comes once an epoch: a graph of its own would be compiled in the middle of a run.
+        is_rare = attention_mask is not None and documents is None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             arguments = (hidden, last_mask, positions) if index == last else (hidden, mask)
-            hidden = checkpoint(layer, *arguments, use_reentrant=False) if recompute else layer(*arguments)
+            run = layer._call_impl if is_rare else layer  # what `layer(...)` does when it is not compiled
+            hidden = checkpoint(run, *arguments, use_reentrant=False) if recompute else run(*arguments)
         return hidden if self.norm is None else self.norm(hidden)  # (B, K, D)
 
 

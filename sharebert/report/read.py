@@ -117,7 +117,11 @@ def _below(path: Path, depth: int) -> list[Path]:
     if not path.is_dir():
         return []
     found = [path] if any((path / name).exists() for name in MARKS) else []
-    for child in sorted(path.iterdir()) if depth else ():
+    try:
+        children = sorted(path.iterdir()) if depth else []
+    except OSError:  # a folder that may not be read
+        children = []
+    for child in children:
         if child.is_dir() and not child.is_symlink() and not child.name.startswith(".") and child.name not in OF_A_RUN:
             found += _below(child, depth - 1)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import random
@@ -43,12 +44,13 @@ def plan(kinds: list[tuple[str, int]], draw: random.Random, plain_share: float =
         update = draw.randrange(SAVE_EVERY + 1 if KINDS[kind].after else 1, MAX_STEPS - 1)
         if draw.random() < 0.3:
             update = max(1, update - update % SAVE_EVERY)  # the save follows
-        is_at_operation = is_signal and is_forked and draw.random() < 0.5
+        rank = draw.choice(ranks)
+        is_at_operation = is_signal and is_forked and rank != 1 and draw.random() < 0.5  # rank 1 writes no files
         faults.append(
             Fault(
                 kind,
                 processes,
-                draw.choice(ranks),
+                rank,
                 is_forked,
                 update,
                 draw.uniform(0.0, 0.03) if is_forked else draw.uniform(0.2, PLAIN_SECONDS),
@@ -57,6 +59,11 @@ def plan(kinds: list[tuple[str, int]], draw: random.Random, plain_share: float =
             )
         )
     return faults
+
+
+def sooner(fault: Fault) -> Fault:
+    """A fault that came too late, for another try."""
+    return dataclasses.replace(fault, operation=fault.operation // 2, delay=fault.delay / 2)
 
 
 def group(faults: list[Fault], draw: random.Random) -> list[list[Fault]]:
@@ -106,7 +113,7 @@ class Drill:
                 self._runs += len(runs)
                 outcomes = list(pool.map(self._run_disturbed, runs))
                 self.outcomes += outcomes
-                faults = [fault for outcome in outcomes for fault in outcome.too_late]
+                faults = [sooner(fault) for outcome in outcomes for fault in outcome.too_late]
                 if not faults:
                     break
         return faults
@@ -131,14 +138,15 @@ class Drill:
     def _say(self, fault: Fault, what: str) -> None:
         with self._lock:
             self._said += 1
-            where = f"{fault.processes} process{'es' if fault.processes > 1 else ''}"
+            where = counted(fault.processes, "process")
             say(f"{self._said:4d}/{self._total}  {where:<11}  {fault.kind:<22}  {moment(fault):<36}  {what}")
 
     def _close(self, folder: Path, setting: Setting, outcome: Outcome) -> None:
-        title = f"{folder.name} ({setting.variant}, {setting.processes} process{'es' if setting.processes > 1 else ''})"
+        title = f"{folder.name} ({setting.variant}, {counted(setting.processes, 'process')})"
         if outcome.is_good:
-            aside = f", {outcome.set_aside} damaged checkpoints set aside" if outcome.set_aside else ""
-            say(f"          {title}: equal to the undisturbed run after {len(outcome.inflicted)} faults{aside}")
+            aside = f", {counted(outcome.set_aside, 'damaged checkpoint')} set aside" if outcome.set_aside else ""
+            faults = counted(len(outcome.inflicted), "fault")
+            say(f"          {title}: equal to the undisturbed run after {faults}{aside}")
             if not self.keeps:
                 shutil.rmtree(folder)
             return
@@ -161,6 +169,11 @@ def moment(fault: Fault) -> str:
     return f"{1000 * fault.delay:.0f} ms after update {fault.update}{rank}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun."""
+    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")
+
+
 def say(line: str) -> None:
     """Progress, on standard error."""
     print(line, file=sys.stderr, flush=True)
@@ -181,7 +194,7 @@ def main() -> int:
     """Returns the exit status: 0 only if every run ended equal, nothing is left and every bound was kept."""
     parser = argparse.ArgumentParser(prog="make fault-drill", description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--each", type=int, default=3, help="faults of each kind, on one process and on two")
+    parser.add_argument("--each", type=int, default=5, help="faults of each kind, on one process and on two")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="only these")
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2], help="only runs on so many processes")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
@@ -204,7 +217,7 @@ def main() -> int:
         say(f"never came: {fault}")
     is_good = all(outcome.is_good for outcome in drill.outcomes) and not too_late
     aside = sum(outcome.set_aside for outcome in drill.outcomes)
-    say(f"{time.monotonic() - begin:.0f} s, seed {asked.seed}, {aside} damaged checkpoints set aside")
+    say(f"{time.monotonic() - begin:.0f} s, seed {asked.seed}, {counted(aside, 'damaged checkpoint')} set aside")
     if is_good and not asked.keep:
         shutil.rmtree(root)
     print(json.dumps(found))

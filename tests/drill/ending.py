@@ -82,10 +82,11 @@ def set_aside(run: Path) -> list[str]:
 
 
 def find_leftovers(work: Path, undisturbed: Path) -> list[str]:
-    """What should not be in `work` after the run: anything that the undisturbed run does not leave, and stale locks."""
+    """What is in `work` after the run and not after the undisturbed one, what is missing there, and locks still held."""
     run = work / "outputs/run"
     found = [f"{name} is left" for name in sorted(_names(work) - _names(undisturbed) - PICTURES)]
-    found += [f"{name} is missing" for name in sorted(_names(undisturbed) - _names(work) - PICTURES)]
+    missing = sorted(_names(undisturbed / "outputs") - _names(work / "outputs") - PICTURES)  # `cache` may be deleted
+    found += [f"outputs/{name} is missing" for name in missing]
     checkpoints = run / "checkpoints"
     ours = {entry.path.name for entry in list_checkpoints(checkpoints)} | {"latest", *set_aside(run)}
     found += [f"checkpoints/{path.name} is left" for path in checkpoints.iterdir() if path.name not in ours]

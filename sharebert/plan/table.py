@@ -38,12 +38,12 @@ def _phase_lines(plan: Plan) -> list[str]:
     table = {
         "updates": [f"{signs.get(phase, '')}{updates[phase]:,}" for phase in phases],
         "unique parameters": [f"{plan['parameters'][f'unique_{phase}']:,}" for phase in phases],
-        "memory of a process": [readable_bytes(plan["memory_bytes_by_phase"][phase]) for phase in phases],
-        "all-reduce an update": [readable_bytes(plan["all_reduce_bytes"][phase]) for phase in phases],
-        "checkpoint": [readable_bytes(plan["checkpoint_bytes"][phase]) for phase in phases],
     }
-    if plan["processes"] == 1:
-        table["gradients"] = table.pop("all-reduce an update")  # of the same size; nobody to reduce them with
+    all_reduce = "all-reduce an update" if plan["processes"] > 1 else "gradients"  # of one size
+    device = "GPU" if plan["device"] == "cuda" else "process"
+    names = (f"memory of a {device}", all_reduce, "checkpoint")
+    for name, key in zip(names, ("memory_bytes_by_phase", "all_reduce_bytes", "checkpoint_bytes"), strict=True):
+        table[name] = [readable_bytes(plan[key][phase]) for phase in phases]
     first = max(map(len, table))
     widths = [max(len(phase), *(len(cells[place]) for cells in table.values())) for place, phase in enumerate(phases)]
 
@@ -62,8 +62,9 @@ def describe_unsharing(plan: Plan) -> str:
         return "never: the layers share to the end"
     if policy == "fixed":
         return f"at update {shared + 1:,} ({shared / plan['max_steps']:.1%} of the updates are shared)"
-    who = "all layers, when over half of the pairs" if policy == "adaptive" else "group by group, where pairs"
-    text = f"{who} are below {plan['threshold']:g} in {plan['patience']} checks in a row\n"
+    who = "all layers, when over half of the" if policy == "adaptive" else "group by group, where"
+    below = f"correlate below {plan['threshold']:g} in {plan['patience']} checks in a row"
+    text = f"{who} adjacent layers' gradients {below};\n"
     text += f"checks every {plan['check_every']:,} updates, not before update {shared + 1:,}"
     if plan["latest_step"] is not None:
         text += f", at update {plan['latest_step']:,} at the latest"
@@ -91,13 +92,15 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
 def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan["tokens_per_second"] is None:
         return [("time", "no GPU here to tell: say --tokens-per-second (`sharebert bench` measures it)")]
-    hours, rate = plan["hours"], f"{plan['tokens_per_second']:,.0f} tokens/s"
+    rate = f"{plan['tokens_per_second']:,.0f} tokens/s"
     if plan["rate_is_given"]:
-        return [("time", f"{duration(hours)} at the given {rate}")]
-    peak = (
-        f"{plan['assumed_peak_share']:.0%} of the matmul peak measured here, {plan['matmul_peak_gflops']:,.0f} GFLOP/s"
-    )
-    return [("time", f"about {duration(hours)} at an assumed {rate}:"), ("", f"{peak} a process")]
+        return [("time", f"{duration(plan['hours'])} at the given {rate}")]
+    share, peak = plan["assumed_peak_share"], plan["matmul_peak_gflops"]
+    return [
+        ("time", f"about {duration(plan['hours'])} at an assumed {rate},"),
+        ("", f"{share:.0%} of the matmul peak just measured here ({peak:,.0f} GFLOP/s) in each process;"),
+        ("", "`sharebert bench` measures the rate itself, --tokens-per-second takes it"),
+    ]
 
 
 def _data_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -110,18 +113,16 @@ def _data_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _file_rows(plan: Plan) -> list[tuple[str, str]]:
-    kept, free = plan["checkpoints_kept"], plan["disk_free_bytes"]
-    most = f"{readable_bytes(plan['disk_bytes_at_most'])} while the last is written"
-    is_short = plan["disk_bytes_at_most"] > free
+    kept, free, most = plan["checkpoints_kept"], plan["disk_free_bytes"], plan["disk_bytes_at_most"]
+    figures = f"metrics.jsonl (about {readable_bytes(plan['metrics_bytes'])})"
+    space = f"{readable_bytes(most)} while the last is written, {readable_bytes(free)} free"
     rows = [
         ("writes", plan["run_folder"]),
-        (
-            "",
-            f"metrics.jsonl, about {readable_bytes(plan['metrics_bytes'])}; config.yaml, status.json, log.txt, pictures",
-        ),
-        ("", f"checkpoints: {kept:,} kept, {readable_bytes(plan['checkpoints_bytes'])}; {most}"),
-        ("", f"{readable_bytes(free)} free{': TOO LITTLE' if is_short else ''}"),
+        ("", f"{figures}, config.yaml, status.json, log.txt, curves.png, share_map.png"),
+        ("", f"checkpoints: {kept:,} kept, {readable_bytes(plan['checkpoints_bytes'])}; {space}"),
     ]
+    if most > free:
+        rows.append(("", "TOO LITTLE: a smaller checkpoint.keep_last or larger checkpoint.keep_every keeps fewer"))
     if step := plan["continues_from_step"]:
         rows.insert(1, ("", f"holds a run: `train` goes on from step {step:,}"))
     return rows

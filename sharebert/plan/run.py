@@ -12,31 +12,33 @@ from typing import Any
 
 import torch
 
-from data_prep.cache import open_planned, plan_corpus
-from data_prep.text_files import find_files
 from sharebert.checkpoint import list_checkpoints
 from sharebert.compose import Request
-from sharebert.config import ConfigError, DataConfig, TrainConfig, check_world_size, from_dict
+from sharebert.config import TrainConfig, check_world_size, from_dict
 from sharebert.config.checks import check_positive
-from sharebert.data.format import DataError, PreparedCorpus, num_sequences
+from sharebert.data.format import PreparedCorpus, num_sequences
 from sharebert.data.masking import num_slots
 from sharebert.flops import flops_per_update, measure_matmul_peak
 from sharebert.launch import EXIT_FINISHED, Ranks
 from sharebert.memory import GIB, free_bytes
-from sharebert.plan_table import describe, describe_sweep
+from sharebert.plan.files import (
+    checkpoint_bytes,
+    expected_tokenizer_bytes,
+    expected_vocab_size,
+    find_prepared,
+    kept_checkpoints,
+)
+from sharebert.plan.table import describe, describe_sweep
 from sharebert.precision import Precision, hardware_has_bf16, resolve_device
 from sharebert.prefix_plan import plan_prefixes, shared_updates
 from sharebert.run_memory import ParameterSizes, RunMemory, parameter_sizes, phases_of
 from sharebert.unshare_policy import resolve_unshare_step
 
-ASSUMED_PEAK_SHARE = {"cpu": 0.65, "cuda": 0.5}
-"""Model operations as a share of the measured matmul peak, where no rate is given; see `sharebert bench`."""
-
-MOST_BYTES_TO_HASH = 2**30
-"""Larger sources are not looked for among the prepared corpora: their content would have to be hashed, 1 s per GB."""
-
 BYTES_PER_ROW = 480
 """Of `metrics.jsonl`, about."""
+
+ASSUMED_PEAK_SHARE = {"cpu": 0.65, "cuda": 0.5}
+"""Model operations as a share of the measured matmul peak, where no rate is given; see `sharebert bench`."""
 
 
 @dataclass(frozen=True)
@@ -260,66 +262,6 @@ def _disk(config: TrainConfig, folder: Path, sizes: ParameterSizes, corpus: Prep
         "disk_free_bytes": shutil.disk_usage(existing).free,
         "metrics_bytes": BYTES_PER_ROW * (config.max_steps // config.logging.every_steps),
     }
-
-
-# ---------------------------------------------------------------------- what is on disk, and what will be
-
-
-def find_prepared(config: DataConfig) -> PreparedCorpus | None:
-    """The corpus if it is prepared already; None too where looking would take long, or the sources are not there."""
-    try:
-        if not _is_quickly_hashed(config):
-            return None
-        return open_planned(plan_corpus(config))
-    except (ConfigError, DataError, OSError):  # `prepare` and `train` say what is wrong
-        return None
-
-
-def _is_quickly_hashed(config: DataConfig) -> bool:
-    if config.source == "hf_dataset":
-        return False  # may have to ask the hub
-    paths = find_files(config.files, "data.files") if config.source == "text_files" else []
-    return sum(path.stat().st_size for path in paths) <= MOST_BYTES_TO_HASH
-
-
-def expected_vocab_size(config: DataConfig) -> int:
-    """Entries of the vocabulary: those of the given tokenizer, else as many as are asked for."""
-    if config.tokenizer is None:
-        return config.vocab_size
-    path = Path(config.tokenizer).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"data.tokenizer={config.tokenizer!r}: no such file; expected a tokenizer.json or vocab.txt")
-    if path.suffix == ".txt":
-        return sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line)
-    from tokenizers import Tokenizer
-
-    return int(Tokenizer.from_file(str(path)).get_vocab_size())
-
-
-def expected_tokenizer_bytes(config: DataConfig) -> int:
-    """Of tokenizer.json, about."""
-    return 1000 + 22 * expected_vocab_size(config)
-
-
-def checkpoint_bytes(sizes: Sequence[int], moments: int) -> int:
-    """Of the weights and the optimizer's state of unique parameters of these `sizes`, in fp32, with the files' own."""
-    per_parameter = 110 + moments * 330 + (330 if moments else 0)  # names, places, alignment
-    return 4 * (1 + moments) * sum(sizes) + per_parameter * len(sizes) + 8000
-
-
-def kept_checkpoints(config: TrainConfig) -> dict[str, int]:
-    """How many checkpoints of each phase there are at the end; at most, where correlations decide."""
-    policy, last = config.checkpoint, config.max_steps
-    shared, is_open = shared_updates(config)
-    splits = {shared} if 0 < shared < last else set()
-    saved = sorted({*(range(policy.every_steps, last + 1, policy.every_steps) if policy.every_steps else ()), last})
-    saved = sorted({*saved, *splits})
-    keeps = {step for step in saved if policy.keep_every and step % policy.keep_every == 0}
-    kept = {*keeps, *splits, *saved[-policy.keep_last :]}
-    counts = {"shared": sum(step <= shared for step in kept), "unshared": sum(step > shared for step in kept)}
-    if is_open and config.unshare.policy == "multi_step":
-        counts["unshared"] += config.model.num_layers // config.unshare.unit_layers - 2  # one before each split
-    return counts
 
 
 def _prefix_saving(configs: Sequence[TrainConfig], plans: Sequence[dict[str, Any]]) -> dict[str, Any]:

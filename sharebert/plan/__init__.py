@@ -1,0 +1,1 @@
+"""The verb `plan`: what a run would take and write."""

@@ -1,0 +1,73 @@
+"""What a run finds on disk, and what it will leave there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_prep.cache import open_planned, plan_corpus
+from data_prep.text_files import find_files
+from sharebert.config import ConfigError, DataConfig, TrainConfig
+from sharebert.data.format import DataError, PreparedCorpus
+from sharebert.prefix_plan import shared_updates
+
+MOST_BYTES_TO_HASH = 2**30
+"""Larger sources are not looked for among the prepared corpora: their content would have to be hashed, 1 s per GB."""
+
+
+def find_prepared(config: DataConfig) -> PreparedCorpus | None:
+    """The corpus if it is prepared already; None too where looking would take long, or the sources are not there."""
+    try:
+        if not _is_quickly_hashed(config):
+            return None
+        return open_planned(plan_corpus(config))
+    except (ConfigError, DataError, OSError):  # `prepare` and `train` say what is wrong
+        return None
+
+
+def _is_quickly_hashed(config: DataConfig) -> bool:
+    if config.source == "hf_dataset":
+        return False  # may have to ask the hub
+    paths = find_files(config.files, "data.files") if config.source == "text_files" else []
+    return sum(path.stat().st_size for path in paths) <= MOST_BYTES_TO_HASH
+
+
+def expected_vocab_size(config: DataConfig) -> int:
+    """Entries of the vocabulary: those of the given tokenizer, else as many as are asked for."""
+    if config.tokenizer is None:
+        return config.vocab_size
+    path = Path(config.tokenizer).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"data.tokenizer={config.tokenizer!r}: no such file; expected a tokenizer.json or vocab.txt")
+    if path.suffix == ".txt":
+        return sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line)
+    from tokenizers import Tokenizer
+
+    return int(Tokenizer.from_file(str(path)).get_vocab_size())
+
+
+def expected_tokenizer_bytes(config: DataConfig) -> int:
+    """Of tokenizer.json, about."""
+    return 1000 + 22 * expected_vocab_size(config)
+
+
+def checkpoint_bytes(sizes: Sequence[int], moments: int) -> int:
+    """Of the weights and the optimizer's state of unique parameters of these `sizes`, in fp32, with the files' own."""
+    per_parameter = 110 + moments * 330 + (330 if moments else 0)  # names, places, alignment
+    return 4 * (1 + moments) * sum(sizes) + per_parameter * len(sizes) + 8000
+
+
+def kept_checkpoints(config: TrainConfig) -> dict[str, int]:
+    """How many checkpoints of each phase there are at the end; at most, where correlations decide."""
+    policy, last = config.checkpoint, config.max_steps
+    shared, is_open = shared_updates(config)
+    splits = {shared} if 0 < shared < last else set()
+    regular = range(policy.every_steps, last + 1, policy.every_steps) if policy.every_steps else ()
+    saved = sorted({*regular, *splits, last})
+    kept = {*splits, *saved[-policy.keep_last :]}
+    if policy.keep_every:
+        kept |= {step for step in saved if step % policy.keep_every == 0}
+    counts = {"shared": sum(step <= shared for step in kept), "unshared": sum(step > shared for step in kept)}
+    if is_open and config.unshare.policy == "multi_step":
+        counts["unshared"] += config.model.num_layers // config.unshare.unit_layers - 2  # one before each split
+    return counts
