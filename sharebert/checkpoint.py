@@ -168,14 +168,18 @@ class CheckpointFolder:
         """
         name = f"step-{meta['step']:08d}-{meta['phase']}"
         target, temporary = self.path / name, self.path / f"{_TEMPORARY}{name}"
-        if target.exists() and _is_good(target):
+        old, doomed = _verified(target), self.path / f"{_DELETED}{name}"
+        if old is not None and old.get("evaluation") == meta.get("evaluation"):
             return target
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             write_files(temporary, tensors, training_state, tokenizer, meta)
-            if target.exists():
+            if old is not None:  # a stop came before its evaluation was complete
+                shutil.rmtree(doomed, ignore_errors=True)
+                target.rename(doomed)
+            elif target.exists():
                 _move_aside(target)
             temporary.rename(target)
             sync(self.path)
@@ -183,6 +187,9 @@ class CheckpointFolder:
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"{target}: could not be written ({error}); older checkpoints are intact") from error
+        if old is not None:
+            if old is not None:
+            shutil.rmtree(doomed, ignore_errors=True)
         self._delete_old(meta["step"])
         return target
 
@@ -299,12 +306,12 @@ def check_free_space(folder: Path, bytes_needed: int) -> None:
         raise CheckpointError(f"{folder}: {free / 1e9:.2f} GB free, expected at least {needed}")
 
 
-def _is_good(path: Path) -> bool:
+def _verified(path: Path) -> dict[str, Any] | None:
+    """`meta.json` of a checkpoint that is whole; None where there is none, or a damaged one."""
     try:
-        verify(path)
+        return verify(path)
     except CheckpointError:
-        return False
-    return True
+        return None
 
 
 def _meta_checksum(meta: dict[str, Any]) -> str:

@@ -61,8 +61,8 @@ PLAIN_VERBS = ("submit", "evaluate", "inspect", "export", "report")
 
 NON_FINITE_ADVICE = (
     "Nothing was saved after it, so the same command goes on from the checkpoint before (see checkpoints/latest). "
-    "Try a lower optim.lr, more optim.warmup_steps, optim.clip_norm, engine.precision=bf16 or fp32; "
-    "debug.detect_anomaly=true names the operation that made it"
+    "Try a lower optim.lr, a longer warm-up, optim.clip_norm, engine.precision=bf16 or fp32; "
+    "with train, debug.detect_anomaly=true names the operation that made it"
 )
 
 USAGE = f"""\

@@ -10,7 +10,7 @@ from typing import Any
 
 from sharebert.checkpoint import FINETUNED, MODEL_FILE, CheckpointError, verify
 from sharebert.files import sha256_of_file
-from sharebert.finetune.results import MODEL_FOLDER, RESULTS_FILE
+from sharebert.finetune.results import MODEL_FOLDER, RESULTS_FILE, read_results
 from sharebert.launch import EXIT_FINISHED
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print meta.json's content, for programs")
     options = parser.parse_args(arguments)
     if (options.checkpoint / RESULTS_FILE).is_file():
-        results = _read_results(options.checkpoint)
+        results = _checked_results(options.checkpoint)
         print(json.dumps(results, indent=2) if options.json else describe_results(options.checkpoint, results))
         return EXIT_FINISHED
     meta = verify(options.checkpoint)
@@ -62,13 +62,11 @@ def describe(path: Path, meta: dict[str, Any]) -> str:
     return _aligned(rows)
 
 
-def _read_results(run: Path) -> dict[str, Any]:
+def _checked_results(run: Path) -> dict[str, Any]:
     """Results of a finished run of fine-tuning, its model checked against them."""
-    results: dict[str, Any] = json.loads((run / RESULTS_FILE).read_text(encoding="utf-8"))
-    model = run / MODEL_FOLDER / MODEL_FILE
-    if results["model_sha256"] is not None and not (
-        model.is_file() and sha256_of_file(model) == results["model_sha256"]
-    ):
+    results = read_results(run)
+    model, expected = run / MODEL_FOLDER / MODEL_FILE, results["model_sha256"]
+    if expected is not None and not (model.is_file() and sha256_of_file(model) == expected):
         raise CheckpointError(f"{model}: missing, or its checksum does not fit {RESULTS_FILE}")
     return results
 

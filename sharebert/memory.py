@@ -11,7 +11,6 @@ layers, W the vocabulary's padded size.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +22,11 @@ from sharebert.model.bert import padded_vocabulary_size
 
 GIB = 2**30
 
-CPU_PROGRAM_BYTES = 383 * 2**20
+CPU_PROGRAM_BYTES = 346 * 2**20
 """Python with torch, its kernels and all that is loaded in the first update; fitted to measurements."""
-CPU_LOOSE_EMBEDDINGS = 2.3
-"""Gaps in glibc's heap (:mod:`sharebert.allocator`), in token embeddings: what comes and goes in the largest pieces
-leaves the largest holes. Fitted to measurements."""
+CPU_GAPS_IN_EMBEDDINGS, CPU_GAPS_IN_LAYERS = 2.8, 1.5
+"""Gaps in glibc's heap (:mod:`sharebert.allocator`), in token embeddings and in what a layer keeps: what comes and
+goes in the largest pieces leaves the largest holes. Fitted to measurements."""
 CUDA_PROGRAM_BYTES = 600 * 2**20
 """CUDA's context and the work space of its libraries; a rule of thumb, not measured."""
 CUDA_OVERHEAD = 1.05
@@ -164,6 +163,8 @@ class Held:
     """Weights that are copied to measure `share/update_to_weight`."""
     check: int = 0
     """Gradients of a check, when those of every unit are there one by one; 0: there are no checks."""
+    built: int = 0
+    """Weights of the model as it is built, with those of every layer, before the layers share them; on a CPU."""
 
     @property
     def state(self) -> int:
@@ -171,20 +172,18 @@ class Held:
         return self.weights + self.optimizer
 
 
-def held_bytes(
-    sizes: Iterable[int], optim: OptimConfig, sampled: Iterable[int] = (), checked: Iterable[int] = ()
-) -> Held:
-    """Memory of unique parameters of these `sizes`, in fp32.
+def held_bytes(unique: int, optim: OptimConfig, *, sampled: int = 0, checked: int = 0, built: int = 0) -> Held:
+    """Memory of parameters in fp32, from how many there are.
 
     Args:
-        sizes: numbers in each unique parameter.
+        unique: parameters that are trained.
         optim: decides how many moments there are.
-        sampled: the same of those that are sampled for `share/update_to_weight`.
-        checked: the same of all gradients of a check of the correlations.
+        sampled: those that are sampled for `share/update_to_weight`.
+        checked: numbers in all gradients of a check of the correlations.
+        built: parameters of the model before its layers share.
     """
-    numbers = sum(sizes)
     moments = 2 if optim.name == "adamw" else 0
-    return Held(4 * numbers, 4 * numbers, moments * 4 * numbers, 4 * sum(sampled), 4 * sum(checked))
+    return Held(4 * unique, 4 * unique, moments * 4 * unique, 4 * sampled, 4 * checked, 4 * built)
 
 
 def tensor_bytes(run: Pass, held: Held, keeps_gradients: bool) -> int:
@@ -210,6 +209,7 @@ def tensor_bytes(run: Pass, held: Held, keeps_gradients: bool) -> int:
         held.state + held.gradients + logits + embedding * (2 if keeps_gradients else 1),
         held.state + max(held.gradients + held.sample, 2 * held.sample),
         held.state + held.check + embedding if held.check else 0,
+        held.built if run.device == "cpu" else 0,
     )
 
 
@@ -218,7 +218,9 @@ def process_bytes(run: Pass, held: Held, keeps_gradients: bool) -> int:
     tensors = tensor_bytes(run, held, keeps_gradients)
     if run.device == "cpu":
         embedding = 4 * padded_vocabulary_size(run.vocab_size) * run.model.hidden_size
-        return CPU_PROGRAM_BYTES + int(CPU_LOOSE_EMBEDDINGS * embedding) + tensors
+        activations = layer_bytes(run) - weight_copy_bytes(run)
+        gaps = CPU_GAPS_IN_EMBEDDINGS * embedding + CPU_GAPS_IN_LAYERS * activations
+        return CPU_PROGRAM_BYTES + int(gaps) + tensors
     return CUDA_PROGRAM_BYTES + int(CUDA_OVERHEAD * tensors)
 
 

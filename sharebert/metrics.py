@@ -36,13 +36,17 @@ class JsonLines:
     """One JSON object a line. Rows after `last_step` (-1: all) are cut: a resumed run writes them again."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        rows = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= last_step]
-        write_atomically(path, "".join(rows))
+        rows = [row for row in read_metrics(path) if row["step"] <= last_step]
+        self._last_step, self._there = last_step, [row.keys() for row in rows if row["step"] == last_step]
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: Values) -> None:
         """Append a row and hand it to the operating system, so that a killed run keeps it."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        row = {"step": step, **values}
+        if step == self._last_step and row.keys() in self._there:
+            return  # evaluated again: the run was killed after an evaluation that came after the save of its step
+        self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
     def close(self) -> None:

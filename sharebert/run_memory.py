@@ -97,8 +97,14 @@ class RunMemory:
         groups = len(sizes.units) if phase == "unshared" else 1
         sampled = sum(sizes.units[0]) * min(groups, PROBED_GROUPS)
         is_watched = self.config.unshare.check_every is not None and len(sizes.units) > 1
-        checked = sizes.in_phase("unshared") if is_watched else []
-        return held_bytes(sizes.in_phase(phase), self.config.optim, [sampled], checked)
+        everything = sum(sizes.in_phase("unshared"))
+        return held_bytes(
+            sum(sizes.in_phase(phase)),
+            self.config.optim,
+            sampled=sampled,
+            checked=everything if is_watched else 0,
+            built=everything,
+        )
 
     def micro_batch_sizes(self) -> list[int]:
         """Those that divide a process's share of the global batch, ascending."""

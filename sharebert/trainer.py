@@ -87,6 +87,8 @@ class Trainer:
     def fit(self, windows: Iterable[Window]) -> bool:
         """Train to `max_steps`; returns whether it got there (False: a stop was asked for, and saved)."""
         goes_on = self._evaluate_when_due()
+        if goes_on and self.counters.step == self.config.max_steps:
+            self._save()  # a stop came in the last evaluation: its figures belong in the last checkpoint
         for window in windows if goes_on else ():
             self.maybe_unshare()
             goes_on = self.train_step(window) and self._cross_boundary()

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from sharebert.config import ConfigError, TrainConfig, check_world_size, flatten, from_dict, near_match, to_dict
+from sharebert.config import (
+    ConfigError,
+    FinetuneConfig,
+    TrainConfig,
+    check_world_size,
+    flatten,
+    from_dict,
+    near_match,
+    to_dict,
+)
 
 
 def nested(key: str, value: object) -> dict[str, Any]:
@@ -189,7 +198,7 @@ def test_every_setting_says_what_it_means() -> None:
     import inspect
     import textwrap
 
-    for kind in dataclasses_of(TrainConfig):
+    for kind in [*dataclasses_of(TrainConfig), *dataclasses_of(FinetuneConfig)]:
         assert kind.__doc__
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
         assert isinstance(tree, ast.ClassDef)

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from finetuning import finetune, invented_rows, read_results, read_rows, write_lines
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 from test_cli import status_of
 
 from sharebert.checkpoint import list_checkpoints
@@ -162,15 +164,22 @@ def test_a_finished_run_has_nothing_to_do_and_another_request_is_refused(
     assert json.loads((run / "status.json").read_text()) == {"state": "finished", "step": 9, "reason": ""}
     assert not (run / "checkpoints").exists()
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    in_place = [item for item in table if "output_dir" not in item]
-    assert finetune(tmp_path, encoder, *in_place, "evaluation.batch_size=3") == EXIT_FINISHED
+    assert finetune(tmp_path, encoder, *table, "evaluation.batch_size=3") == EXIT_FINISHED
     assert "is finished: nothing to do" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
     other = shutil.copytree(encoder, tmp_path / "other")
     for changed in (f"encoder={other}", "random_encoder=true"):
-        assert finetune(tmp_path, encoder, *in_place, changed) == EXIT_USAGE
+        assert finetune(tmp_path, encoder, *table, changed) == EXIT_USAGE
         assert f"\n  {changed.split('=')[0]}: " in capsys.readouterr().err
-    assert finetune(tmp_path, encoder, *in_place, "seed=2", "checkpoint.resume=never") == EXIT_FINISHED
+    calm = load_file(encoder / "model.safetensors")
+    calm["cls.predictions.bias"] += 1.0
+    save_file(calm, other / "model.safetensors", metadata={"format": "pt"})
+    config = OmegaConf.load(run / "config.yaml")
+    config.encoder = str(other)
+    OmegaConf.save(config, run / "config.yaml")
+    assert finetune(tmp_path, other, *table) == EXIT_USAGE  # as if it had been another one under that name
+    assert "not what the run began with (encoder: sha256" in capsys.readouterr().err
+    assert finetune(tmp_path, encoder, *table, "seed=2", "checkpoint.resume=never") == EXIT_FINISHED
     assert (tmp_path / "finetune-table.replaced-1/results.json").is_file()
     assert read_results(run)["seed"] == 2
 

@@ -77,6 +77,18 @@ def test_what_is_compared_has_a_choice_of_its_own_and_missing_runs_are_counted(t
     assert "1 of 6 runs are not finished" in (tmp_path / "summary.md").read_text()
 
 
+def test_a_sweep_over_tasks_has_a_table_for_each_folder(tmp_path: Path) -> None:
+    cells = [*sweep(tmp_path / "finetune-rte", "rte"), *sweep(tmp_path / "finetune-squad", "squad")]
+    summarize(Request(cells, True))
+    for task, chosen in (("rte", "1e-05"), ("squad", "2e-05")):
+        rows = rows_of(tmp_path / f"finetune-{task}")
+        assert [row["optim.lr"] for row in rows if row["chosen"] == "1"] == [chosen]
+    together = [*sweep(tmp_path / "all", "rte"), *sweep(tmp_path / "all", "squad")]
+    summarize(Request(together, True))
+    chosen_rows = [(row["task.name"], row["optim.lr"]) for row in rows_of(tmp_path / "all") if row["chosen"] == "1"]
+    assert chosen_rows == [("rte", "1e-05"), ("squad", "2e-05")]
+
+
 def test_a_sweep_ends_with_the_table_and_skips_what_is_finished(
     encoder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

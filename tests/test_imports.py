@@ -14,20 +14,20 @@ ROOT = Path(__file__).parent.parent
 # the data; the machine; the configuration.
 LISTED = """
 sharebert.study.__main__ sharebert.study.runs sharebert.study.held_out sharebert.study.plan sharebert.study
-sharebert.__main__ sharebert.cli sharebert.submit sharebert.sweep sharebert.finetune.summary
-    sharebert.compose
-sharebert.plan.run sharebert.plan.table sharebert.plan.files sharebert.plan sharebert.pretrain sharebert.run_memory sharebert.run_corpus sharebert.evaluate_text sharebert.inspect sharebert.export sharebert.export.model_card
-    sharebert.export.tokenizer sharebert.export.unshared
+sharebert.__main__ sharebert.cli sharebert.submit sharebert.sweep sharebert.plan.run sharebert.plan.table
+    sharebert.plan.files sharebert.plan sharebert.finetune.summary sharebert.compose
+sharebert.pretrain sharebert.run_memory sharebert.run_corpus sharebert.evaluate_text sharebert.inspect
+    sharebert.export sharebert.export.model_card sharebert.export.tokenizer sharebert.export.unshared
     sharebert.report.run sharebert.report.draw sharebert.report.content sharebert.report.similarity
     sharebert.report.page sharebert.report.compare sharebert.report.arms sharebert.report.read sharebert.report
-    sharebert.deep_linear.run sharebert.deep_linear.draw sharebert.deep_linear.table
-    sharebert.deep_linear.experiments sharebert.deep_linear.descent sharebert.deep_linear.flow
-    sharebert.deep_linear.bounds sharebert.deep_linear.targets sharebert.deep_linear.network sharebert.deep_linear
+    sharebert.deep_linear.run sharebert.deep_linear.draw sharebert.deep_linear.table sharebert.deep_linear.experiments
+    sharebert.deep_linear.descent sharebert.deep_linear.flow sharebert.deep_linear.bounds
+    sharebert.deep_linear.targets sharebert.deep_linear.network sharebert.deep_linear
 sharebert.finetune.run sharebert.finetune.build sharebert.finetune.classification sharebert.finetune.squad
     sharebert.finetune.squad_metrics sharebert.finetune.metrics sharebert.finetune.glue sharebert.finetune.splits
     sharebert.finetune.own_table sharebert.finetune.tables sharebert.finetune.tasks sharebert.finetune.results
-    sharebert.finetune.model sharebert.finetune.loop sharebert.finetune.evaluate
-    sharebert.finetune.problem sharebert.finetune.sequences sharebert.finetune
+    sharebert.finetune.model sharebert.finetune.loop sharebert.finetune.evaluate sharebert.finetune.problem
+    sharebert.finetune.sequences sharebert.finetune
 sharebert.bench.run sharebert.bench.memory sharebert.bench.contestants sharebert.bench.clock sharebert.bench
     data_prep.prepare data_prep.summary data_prep.token_files data_prep.cache data_prep.encode data_prep.documents
     data_prep.sources data_prep.hf_dataset data_prep.text_files data_prep.packed data_prep.faults
@@ -35,15 +35,15 @@ sharebert.bench.run sharebert.bench.memory sharebert.bench.contestants sharebert
     sharebert.trainer sharebert.update
 sharebert.prefix_cache sharebert.train_state sharebert.run_folder sharebert.checkpoint sharebert.evaluate
     sharebert.share_map sharebert.curves sharebert.metrics sharebert.resolve
-sharebert.prefix_plan sharebert.unshare_policy sharebert.gradient_probe sharebert.optim sharebert.sharing sharebert.loss sharebert.schedule
-    sharebert.flops sharebert.memory sharebert.model.pretrained sharebert.model.convert sharebert.model.bert sharebert.model.layers sharebert.model.attention
-    sharebert.model.dropout
-    sharebert.model.heads
-    sharebert.model sharebert.data.loader sharebert.data.masking sharebert.data.sampler
-    sharebert.data.format sharebert.data
-sharebert.provenance sharebert.allocator sharebert.files sharebert.table sharebert.distributed sharebert.precision sharebert.launch
-    sharebert.seeding sharebert.log
-sharebert.config sharebert.config.schema sharebert.config.deep_linear sharebert.config.finetune sharebert.config.train sharebert.config.checks sharebert
+sharebert.prefix_plan sharebert.unshare_policy sharebert.gradient_probe sharebert.optim sharebert.sharing
+    sharebert.memory sharebert.loss sharebert.schedule sharebert.flops sharebert.model.pretrained
+    sharebert.model.convert sharebert.model.bert sharebert.model.layers sharebert.model.attention
+    sharebert.model.dropout sharebert.model.heads sharebert.model sharebert.data.loader sharebert.data.masking
+    sharebert.data.sampler sharebert.data.format sharebert.data
+sharebert.provenance sharebert.allocator sharebert.files sharebert.table sharebert.distributed sharebert.precision
+    sharebert.launch sharebert.seeding sharebert.log
+sharebert.config sharebert.config.schema sharebert.config.deep_linear sharebert.config.finetune sharebert.config.train
+    sharebert.config.checks sharebert
 """
 ORDER = LISTED.split()
 

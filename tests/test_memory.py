@@ -110,14 +110,14 @@ def test_the_loss_keeps_the_logits_and_little_else() -> None:
 
 
 def test_memory_of_the_held_tensors_is_that_of_fp32_and_its_moments() -> None:
-    adamw, sgd = held_bytes([100, 28], OptimConfig()), held_bytes([128], OptimConfig(name="sgd"))
+    adamw, sgd = held_bytes(128, OptimConfig()), held_bytes(128, OptimConfig(name="sgd"))
     assert (adamw.weights, adamw.gradients, adamw.optimizer) == (512, 512, 1024)
     assert (sgd.weights, sgd.gradients, sgd.optimizer) == (512, 512, 0)
 
 
 def test_more_sequences_and_gradients_kept_take_more_and_recomputing_takes_less() -> None:
     config = model_config(dropout=0.1, num_layers=12)
-    held = held_bytes([100_000], OptimConfig())
+    held = held_bytes(100_000, OptimConfig())
 
     def tensors(size: int, recomputes: bool = False, keeps_gradients: bool = False) -> int:
         run = Pass(config, V, 512, 77, "bf16", "cuda", size, activation_checkpointing=recomputes)

@@ -29,6 +29,20 @@ def test_rows_after_the_resumed_step_and_half_lines_are_cut(tmp_path: Path) -> N
     assert read_metrics(tmp_path / "nothing.jsonl") == []
 
 
+def test_an_evaluation_that_is_repeated_after_a_resume_stands_there_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for values in ({"train/loss": 1.0}, {"eval/loss": 2.0}, {"eval/loss": 2.0}):
+        sink = JsonLines(path, 20)
+        sink.write(20, values)
+        sink.close()
+    sink = JsonLines(path, 20)
+    for step in (21, 21):
+        sink.write(step, {"eval/loss": 3.0})
+    sink.close()
+    rows = [(row["step"], *row.keys() - {"step"}) for row in read_metrics(path)]
+    assert rows == [(20, "train/loss"), (20, "eval/loss"), (21, "eval/loss"), (21, "eval/loss")]
+
+
 def test_tensorboard_hides_what_a_resumed_run_writes_again(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -110,8 +110,8 @@ def test_the_table_says_what_a_person_asks(capsys: pytest.CaptureFixture[str]) -
 
 def test_policies_that_watch_say_when_they_look(capsys: pytest.CaptureFixture[str]) -> None:
     shown = table(capsys, "+experiment=bert_large_swe_a", "engine.device=cpu", "unshare.latest_step=9000")
-    assert "correlate below 0.5 in 3 checks in a row" in shown
-    assert "checks every 1,000 updates, not before update 3,001, at update 9,000 at the latest" in shown
+    assert "correlate below 0.5\n          in 3 checks in a row, which come every 1,000 updates\n" in shown
+    assert "not before update 3,001, at update 9,000 at the latest" in shown
     assert "at least 3,000" in shown
     assert "group by group" in table(capsys, "+experiment=bert_large_swe_m", "engine.device=cpu")
     assert "nothing is shared" in table(capsys, "unshare=never")

@@ -1,7 +1,8 @@
-"""What README.md says is so: its commands run, its files, settings, experiments and figures exist."""
+"""What README.md and GUIDE.md say is so: commands run; files, settings, experiments and figures exist."""
 
 from __future__ import annotations
 
+import glob
 import gzip
 import json
 import re
@@ -21,8 +22,9 @@ from sharebert.config import TrainConfig, flatten, from_dict, to_dict
 from sharebert.launch import EXIT_FINISHED
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
+README, GUIDE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "GUIDE.md"))
+PAGES = README + GUIDE
+PROSE = re.sub(r"^```.*?^```$", "", PAGES, flags=re.MULTILINE | re.DOTALL)
 SPANS = re.findall(r"`([^`\n]+)`", PROSE)
 LONG_RUN = 200
 """Updates above which a command is shortened; smaller numbers run as they stand."""
@@ -36,19 +38,23 @@ MADE_BY_A_RUN = {
     "log.txt",
     "checkpoints/",
 }
+MADE_BY_OTHER_VERBS = {
+    *("sweep.csv", "sweep.md", "jobs/", "report/index.html"),
+    *("report.md", "arms.csv", "curves.csv", "runs.csv", "depth.png", "table.md", "results.json"),
+}
 OF_THE_USER = {"tokenizer.json", "vocab.txt", ".txt", ".jsonl", ".parquet"}
 
-FIGURES = re.findall(r"`((?:train|eval|perf|share)/\w+)`", README)
+FIGURES = re.findall(r"`((?:train|eval|perf|share)/\w+)`", PAGES)
 
 
-def fenced(language: str) -> list[str]:
+def fenced(language: str, page: str = PAGES) -> list[str]:
     """The code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
 
 
-def commands() -> list[list[str]]:
+def commands(page: str = PAGES) -> list[list[str]]:
     """Every command of every bash block, as words."""
-    lines = "".join(fenced("bash")).replace("\\\n", " ").splitlines()
+    lines = "".join(fenced("bash", page)).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
@@ -63,6 +69,7 @@ def shrink(values: dict[str, Any], small_run: list[str]) -> dict[str, Any]:
     tiny["data"]["source"] = "text_files"
     if values["max_steps"] <= LONG_RUN:
         del tiny["max_steps"], tiny["unshare"]
+        tiny["evaluation"]["every_steps"] = 50
     tiny["unshare"] = {**tiny.get("unshare", {}), "check_every": values["unshare"]["check_every"] and 4}
     merged = OmegaConf.to_container(OmegaConf.merge(values, tiny))
     assert isinstance(merged, dict)
@@ -78,29 +85,72 @@ def user_folder(tmp_path: Path, text_file: Path, small_run: list[str], monkeypat
     with gzip.open(tmp_path / "corpus/stories.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"text": document}) + "\n" for document in documents)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sharebert.pretrain.measure_matmul_peak", lambda device, dtype: 1e12)
-    monkeypatch.setattr(cli, "from_dict", lambda kind, values: from_dict(kind, shrink(values, small_run)))
+    for split in ("train", "dev"):
+        rows = [f"{document.splitlines()[1]}\t{len(document) % 2}" for document in documents[:40]]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(["text\tlabel", *rows]) + "\n")
+    for module in ("pretrain", "plan.run", "bench.run"):
+        monkeypatch.setattr(f"sharebert.{module}.measure_matmul_peak", lambda device, dtype: 1e12)
+    monkeypatch.setattr("sharebert.bench.run.measure_peak_memory", lambda config, vocab_size, device: 2**30)
+    monkeypatch.setattr("sharebert.bench.run.has_transformers", lambda: False)
+
+    def tiny_from_dict(kind: Any, values: dict[str, Any]) -> Any:
+        return from_dict(kind, shrink(values, small_run) if kind is TrainConfig else values)
+
+    monkeypatch.setattr(cli, "from_dict", tiny_from_dict)
+    monkeypatch.setattr("sharebert.sweep.from_dict", tiny_from_dict)
     return tmp_path
 
 
-def test_every_command_runs(user_folder: Path) -> None:
-    """In the order of the page, in this process."""
-    makefile = (ROOT / "Makefile").read_text()
-    for words in commands():
-        program, *arguments = words
-        if program == "make":
-            assert re.search(rf"^{arguments[0]}:.* ## ", makefile, re.MULTILINE), f"no target: {shlex.join(words)}"
-            if arguments == ["demo"]:  # what the target runs is checked below
-                assert main(["train", "+experiment=demo"]) == EXIT_FINISHED
-        elif program == "torchrun":
-            from torch.distributed.run import get_args_parser
+SMALLER = {
+    "bench": ["--seconds", "0"],
+    "submit": ["--dry-run"],
+    "deep-linear": [
+        *("dimension=2", "num_layers=2", "end_time=2", "bound_depths=[2,3]", "bound_updates=20", "depths=[2,3]"),
+    ],
+}
+"""What a verb is given besides, so that it takes moments and needs no cluster."""
 
-            options = get_args_parser().parse_args(arguments)
-            assert (options.module, options.training_script) == (True, "sharebert")
-            assert main([*options.training_script_args, "--cfg", "job"]) == EXIT_FINISHED, shlex.join(words)
-        else:
-            assert program == "sharebert", f"neither make, torchrun nor sharebert: {shlex.join(words)}"
-            assert main(arguments) == EXIT_FINISHED, shlex.join(words)
+
+def run_command(words: list[str]) -> None:
+    """Run a command of the pages in this process; what needs a cluster or the hub is read and composed only."""
+    program, *arguments = words
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert re.search(rf"^{arguments[0]}:.* ## ", makefile, re.MULTILINE), "no such target"
+        if arguments == ["demo"]:  # what the target runs is checked below
+            assert main(["train", "+experiment=demo"]) == EXIT_FINISHED
+        return
+    composes_only = program in ("torchrun", "srun")
+    if program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        options = get_args_parser().parse_args(arguments)
+        assert (options.module, options.training_script) == (True, "sharebert")
+        arguments = options.training_script_args
+    elif program == "srun":
+        arguments = arguments[arguments.index("sharebert") + 1 :]
+    else:
+        assert program == "sharebert", "neither make, torchrun, srun nor sharebert"
+    if arguments[0] == "finetune" and not any(word.startswith("task.train=") for word in arguments):
+        composes_only = True
+    if composes_only:
+        arguments = [*(word for word in arguments if word != "-m"), "--cfg", "job"]
+    at_tiny_size = "step-00000005-shared"
+    arguments = [word.replace("step-00000149-shared", at_tiny_size) for word in arguments]
+    if arguments[0] == "report":  # as a shell does it
+        arguments = [path for word in arguments for path in (sorted(glob.glob(word)) if "*" in word else [word])]
+    before = len(arguments) if arguments[0] != "submit" else 1
+    smaller = [] if composes_only else [word for word in SMALLER.get(arguments[0], []) if word not in arguments]
+    assert main([*arguments[:before], *smaller, *arguments[before:]]) == EXIT_FINISHED
+
+
+def test_every_command_runs(user_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the pages, each once."""
+    for words in map(list, dict.fromkeys(map(tuple, commands()))):
+        try:
+            run_command(words)
+        except (AssertionError, SystemExit) as error:
+            raise AssertionError(f"{shlex.join(words)}: {error}\n{capsys.readouterr().err[-2000:]}") from error
     check_what_the_runs_left(user_folder)
 
 
@@ -116,7 +166,8 @@ def check_what_the_runs_left(folder: Path) -> None:
     rows = [json.loads(line) for part in lines for line in part]
     written = {name for row in rows for name in row} - {"step"}
     assert written - set(FIGURES) == set(), "written and not explained"
-    assert {path.name for path in folder.iterdir()} == {"corpus", "outputs", "my-bert"}
+    made = {path.name for path in folder.iterdir()} - {"corpus", "train.tsv", "dev.tsv"}
+    assert made == {"outputs", "my-bert", "report", "unshared"}
 
 
 def test_make_demo_runs_the_experiment_of_that_name() -> None:
@@ -125,14 +176,15 @@ def test_make_demo_runs_the_experiment_of_that_name() -> None:
 
 
 def test_set_up_takes_two_commands() -> None:
-    assert [words for words in commands() if words[0] == "make"] == [["make", "demo"], ["make", "test"]]
+    assert [words for words in commands(README) if words[0] == "make"] == [["make", "demo"], ["make", "test"]]
 
 
 def test_every_file_that_is_named_exists() -> None:
     is_path = re.compile(r"[\w.-]*(/[\w.-]+)*(/|\.(py|yaml|toml|md|cff|txt|json|jsonl|png))")
     names = {span for span in SPANS if is_path.fullmatch(span) or span in ("LICENSE", "Makefile")}
     assert len(names) > 15
-    missing = {name for name in names - MADE_BY_A_RUN - OF_THE_USER if not (ROOT / name).exists()}
+    named = names - MADE_BY_A_RUN - MADE_BY_OTHER_VERBS - OF_THE_USER
+    missing = {name for name in named if not (ROOT / name).exists()}
     assert {name for name in missing if not name.startswith("outputs/")} == set()
 
 
@@ -151,7 +203,7 @@ def test_the_table_of_experiments_is_complete() -> None:
     table = README.split("## Experiments", 1)[1].split("## ", 1)[0]
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
-    assert set(re.findall(r"\+experiment=(\w+)", README)) <= set(listed)
+    assert set(re.findall(r"\+experiment=(\w+)", PAGES)) <= set(listed)
 
 
 def test_the_explained_experiment_says_what_the_file_says() -> None:
@@ -168,7 +220,7 @@ def test_every_figure_that_is_explained_exists() -> None:
 
 def test_every_verb_is_shown_and_every_shown_verb_exists() -> None:
     verbs = {words[1] for words in commands() if words[0] == "sharebert"}
-    verbs |= set(re.findall(r"`sharebert (\w+)", PROSE))
+    verbs |= set(re.findall(r"`sharebert ([\w-]+)", PROSE)) - {"VERB"}
     assert verbs == {*cli.HYDRA_VERBS, *cli.PLAIN_VERBS}
 
 

@@ -377,6 +377,7 @@ def test_a_folder_of_runs_is_searched_and_each_run_is_taken_once(tmp_path: Path)
     (tmp_path / "sweep/a/checkpoints/x/config.yaml").write_text("")
     folders = find_run_folders([tmp_path / "sweep", tmp_path / "sweep/b", tmp_path / "alone"])
     assert [run.name for run in read_runs(folders)] == ["sweep/a", "sweep/b", "alone"]
+    assert len(find_run_folders([tmp_path / "*"])) == 3
 
 
 # ---------------------------------------------------------------------- the page

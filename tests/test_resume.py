@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 
 from sharebert.checkpoint import list_checkpoints, load_training_state, read_meta
 from sharebert.data.sampler import rank_samples
+from sharebert.evaluate import Evaluator
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
+from sharebert.metrics import read_metrics
 from sharebert.update import Updater
 
 
@@ -109,6 +112,35 @@ def test_a_stop_signal_finishes_the_update_saves_and_exits_75(
     assert train("run_name=stopped") == EXIT_FINISHED
     train("run_name=straight")
     assert_equal_bits(final_state(tmp_path / "outputs/straight"), final_state(run))
+
+
+@pytest.mark.parametrize("step", [5, 12])
+def test_a_stop_in_an_evaluation_and_a_kill_after_it_leave_each_figure_once(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    original, number = Evaluator.evaluate, itertools.count()
+    last = {5: 1, 12: 3}[step]  # evaluations come at 0, 5, 10 and 12
+
+    def evaluate(self: Evaluator, *arguments: object) -> object:
+        if next(number) == last:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return original(self, *arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "evaluate", evaluate)
+        assert train("run_name=stopped") == EXIT_STOPPED
+    if step == 5:
+        with monkeypatch.context() as patch:
+            kill_at(patch, 5)
+            with pytest.raises(Killed):
+                train("run_name=stopped")
+    assert train("run_name=stopped") == EXIT_FINISHED
+    assert train("run_name=straight") == EXIT_FINISHED
+    runs = [tmp_path / "outputs" / name for name in ("straight", "stopped")]
+    metas = [read_meta(list_checkpoints(run / "checkpoints")[-1].path) for run in runs]
+    assert metas[0]["evaluation"] == metas[1]["evaluation"]
+    rows = [[(row["step"], row.get("eval/loss")) for row in read_metrics(run / "metrics.jsonl")] for run in runs]
+    assert rows[0] == rows[1]
 
 
 def test_a_stop_in_the_unfinished_update_after_a_split_keeps_the_checkpoint_before_it(

@@ -246,8 +246,8 @@ class EngineConfig:
     num_workers: Optional[int] = None
     """Processes that read and mask batches; null: 0 on CPU, 2 on CUDA."""
     group_timeout_minutes: float = 30.0
-    """How long a process waits for another one of its job before it gives up. What rank 0 does alone, such as saving, may
-    take ten times as long; preparing data as long as it takes."""
+    """How long a process waits for another one of its job before it gives up. What rank 0 does alone, such as saving,
+    may take ten times as long; preparing data as long as it takes."""
 
     def __post_init__(self) -> None:
         check_choice("engine.device", self.device, ("auto", "cpu", "cuda"))

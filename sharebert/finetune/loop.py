@@ -97,6 +97,8 @@ class Loop:
     def fit(self) -> bool:
         """Train to the end; returns whether it got there (False: a stop was asked for, and saved)."""
         goes_on = self._evaluate_when_due()
+        if goes_on and 0 < self.counters.step == self.schedule.max_steps:
+            self._save()  # a stop came in the last evaluation: its figures belong in the last checkpoint
         while goes_on and self.counters.step < self.schedule.max_steps:
             begin = time.perf_counter()
             self._update()

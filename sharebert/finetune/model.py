@@ -174,11 +174,6 @@ def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def encoder_hash(folder: Path) -> str:
-    """Hash of an encoder folder's encoder tensors; its head does not count."""
-    return tensors_hash(_encoder_tensors(folder))
-
-
 def save_model(model: Any, encoder: Path, target: Path) -> None:
     """Write the model with the encoder's tokenizer, as a folder that Transformers loads; it appears as a whole."""
     temporary = target.with_name(f".{target.name}.new")

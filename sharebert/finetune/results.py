@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from sharebert import distributed
 from sharebert.checkpoint import MODEL_FILE
@@ -20,17 +21,25 @@ MODEL_FOLDER = "model"
 RESULTS_FILE = "results.json"
 
 
-def finish(loop: Loop, run: RunFolder) -> bool:
+def read_results(run: Path) -> dict[str, Any]:
+    """What a finished run has written last: what was run, its figures, and the hash of its model."""
+    results: dict[str, Any] = json.loads((run / RESULTS_FILE).read_text(encoding="utf-8"))
+    return results
+
+
+def finish(loop: Loop, run: RunFolder, encoder_sha256: str) -> bool:
     """Predictions, figures and the model in the run folder; False when a stop was agreed on before."""
     dev = loop.final_outputs or loop.predict_splits(is_dev=True)
     test = None if dev is None else loop.predict_splits(is_dev=False)
     if dev is None or test is None:
         return False
-    distributed.on_rank_zero(lambda: _write_results(loop, run, dev, test))
+    distributed.on_rank_zero(lambda: _write_results(loop, run, dev, test, encoder_sha256))
     return True
 
 
-def _write_results(loop: Loop, run: RunFolder, dev: dict[str, Outputs], test: dict[str, Outputs]) -> None:
+def _write_results(
+    loop: Loop, run: RunFolder, dev: dict[str, Outputs], test: dict[str, Outputs], encoder_sha256: str
+) -> None:
     """Rank 0. Everything is written over, so that a run killed in between does it again."""
     config, problem = loop.config, loop.problem
     for split in problem.splits:
@@ -44,6 +53,7 @@ def _write_results(loop: Loop, run: RunFolder, dev: dict[str, Outputs], test: di
     results = {
         "task": config.task.name,
         "encoder": config.encoder,
+        "encoder_sha256": encoder_sha256,
         "random_encoder": config.random_encoder,
         "lr": config.optim.lr,
         "seed": config.seed,

@@ -13,14 +13,14 @@ import torch
 from omegaconf import OmegaConf
 
 from sharebert import checkpoint, distributed
-from sharebert.checkpoint import FINETUNED, TOKENIZER_FILE, CheckpointFolder, find_newest_good
+from sharebert.checkpoint import FINETUNED, MODEL_FILE, TOKENIZER_FILE, CheckpointFolder, find_newest_good
 from sharebert.config import EngineConfig, FinetuneConfig, to_dict
 from sharebert.files import sha256_of_file
 from sharebert.finetune import model as models
 from sharebert.finetune.build import build_problem
 from sharebert.finetune.loop import Loop, Schedule, build_schedule, state_tensors
 from sharebert.finetune.problem import Problem
-from sharebert.finetune.results import finish
+from sharebert.finetune.results import finish, read_results
 from sharebert.launch import (
     EXIT_FINISHED,
     EXIT_STOPPED,
@@ -88,11 +88,18 @@ def _enter(run: RunFolder, config: FinetuneConfig, device: torch.device) -> tupl
         resolved, _ = _resolve(config, device, saved)
         refuse_other_configuration(saved, resolved, run.path)
         if is_finished:
+            _refuse_other_encoder(run, Path(str(config.encoder)))
             return start, True
     if start is not None:
         step = checkpoint.read_meta(start)["step"]
     run.write_status("running", step)
     return start, False
+
+
+def _refuse_other_encoder(run: RunFolder, encoder: Path) -> None:
+    """Refuse to call a run finished that was made from another encoder under the same name."""
+    made_from = {"encoder": read_results(run.path)["encoder_sha256"]}
+    refuse_other_corpus({"corpus": made_from}, {"encoder": sha256_of_file(encoder / MODEL_FILE)}, run.path)
 
 
 def _saved_config(run: RunFolder) -> dict[str, Any]:
@@ -127,7 +134,7 @@ def _train(
     meta = checkpoint.read_meta(start) if start is not None else {}
     config, precision = _resolve(config, device, meta.get("config"))
     folder = Path(str(config.encoder))
-    hashes = {**problem.content_hashes(), "encoder": models.encoder_hash(folder)}
+    hashes = {**problem.content_hashes(), "encoder": sha256_of_file(folder / MODEL_FILE)}
     hashes["tokenizer"] = sha256_of_file(folder / TOKENIZER_FILE)
     if meta:
         refuse_other_corpus(meta, hashes, run.path)
@@ -161,7 +168,12 @@ def _train(
     loop = Loop(config, schedule, problem, model, optimizer, counters, precision, recorder, save, stop)
     if distributed.rank() == 0:
         _announce(config, schedule, problem, model, counters, start)
-    is_finished = loop.fit() and finish(loop, run)
+    try:
+        is_finished = loop.fit() and finish(loop, run, hashes["encoder"])
+    except BaseException as error:
+        if distributed.rank() == 0:
+            run.write_failure(error, counters.step)
+        raise
     if distributed.rank() == 0:
         outcome = "finished" if is_finished else "stopped"
         reason = "" if is_finished else stop.received or "asked on another rank"

@@ -35,6 +35,7 @@ class Run:
     """A finished run."""
 
     folder: Path
+    task: str
     seed: int
     settings: dict[str, Any]
     """The swept keys but for the seed, and their values."""
@@ -58,6 +59,11 @@ class Group:
         return tuple((key, value) for key, value in self.settings.items() if _is_compared(key))
 
     @property
+    def is_chosen_by_mean(self) -> bool:
+        """Whether the paper's rule for the task is the best mean."""
+        return self.runs[0].task in SQUAD_TASKS
+
+    @property
     def best(self) -> Run:
         """The run of the highest score."""
         return max(self.runs, key=lambda run: run.figures[SCORE])
@@ -72,28 +78,38 @@ class Group:
 
 
 def summarize(request: Request) -> None:
-    """Write ``summary.md`` and ``summary.csv`` into the folder of the sweep, and print the first one."""
-    runs = _finished_runs(request.cells)
+    """Write ``summary.md`` and ``summary.csv`` into the folder of the sweep, and print the first one.
+
+    Where the name of the run is swept, as that of the task is in it, there is one for each folder.
+    """
+    by_folder: dict[Path, list[Cell]] = {}
+    for cell in request.cells:
+        by_folder.setdefault(cell.folder.parent, []).append(cell)
+    for folder, cells in by_folder.items():
+        _summarize(folder, cells)
+
+
+def _summarize(folder: Path, cells: Sequence[Cell]) -> None:
+    runs = _finished_runs(cells)
     if not runs:
         return  # ax without labels: there is nothing to compare
     grouped: dict[str, list[Run]] = {}
     for run in runs:
         grouped.setdefault(json.dumps(run.settings), []).append(run)
     groups = sorted((Group(members) for members in grouped.values()), key=lambda group: json.dumps(group.arm))
-    by_mean = request.cells[0].values["task"]["name"] in SQUAD_TASKS
-    chosen = [choose([group for group in groups if group.arm == arm], by_mean) for arm in _arms(groups)]
-    text = _markdown(groups, chosen, by_mean)
-    if missing := len(request.cells) - len(runs):
-        text += f"\n{missing} of {len(request.cells)} runs are not finished and not in the table.\n"
-    write_atomically(request.folder / "summary.md", text)
-    write_atomically(request.folder / "summary.csv", _csv(groups, chosen))
+    chosen = [choose([group for group in groups if group.arm == arm]) for arm in _arms(groups)]
+    text = _markdown(groups, chosen)
+    if missing := len(cells) - len(runs):
+        text += f"\n{missing} of {len(cells)} runs are not finished and not in the table.\n"
+    write_atomically(folder / "summary.md", text)
+    write_atomically(folder / "summary.csv", _csv(groups, chosen))
     print(text, end="")
-    logger.info("summary: %s", request.folder / "summary.md")
+    logger.info("summary: %s", folder / "summary.md")
 
 
-def choose(groups: Sequence[Group], by_mean: bool) -> Group:
-    """The group that the dev set chooses: of the best mean, or of the best run."""
-    return max(groups, key=lambda group: group.mean(SCORE) if by_mean else group.best.figures[SCORE])
+def choose(groups: Sequence[Group]) -> Group:
+    """The group that the dev set chooses: of the best mean for SQuAD, else of the best run."""
+    return max(groups, key=lambda group: group.mean(SCORE) if group.is_chosen_by_mean else group.best.figures[SCORE])
 
 
 def _is_compared(key: str) -> bool:
@@ -117,7 +133,7 @@ def _finished_runs(cells: Sequence[Cell]) -> list[Run]:
             continue
         if SCORE in results["figures"]:
             kept = {key: values[key] for key in keys}
-            runs.append(Run(cell.folder, values["seed"], kept, results["figures"]))
+            runs.append(Run(cell.folder, values["task.name"], values["seed"], kept, results["figures"]))
     return runs
 
 
@@ -129,7 +145,7 @@ def _figure_names(groups: Sequence[Group]) -> list[str]:
     return [SCORE, *(name for name in is_share if all(name in run.figures for run in runs))]
 
 
-def _markdown(groups: Sequence[Group], chosen: Sequence[Group], by_mean: bool) -> str:
+def _markdown(groups: Sequence[Group], chosen: Sequence[Group]) -> str:
     names, keys = _figure_names(groups), list(groups[0].settings)
     header = [*keys, "seeds", *(name.removeprefix("eval/") for name in names), "best run", "chosen"]
     rows = []
@@ -138,12 +154,12 @@ def _markdown(groups: Sequence[Group], chosen: Sequence[Group], by_mean: bool) -
         shown += [str(len(group.runs)), *(_mean_and_deviation(group, name) for name in names)]
         shown += [f"{_percent(group.best.figures[SCORE])} (seed {group.best.seed})", "x" if group in chosen else ""]
         rows.append(shown)
-    rule = "the best mean" if by_mean else "the best run"
     lines = [markdown_table(header, rows), ""]
-    lines += [f"In percent: mean ± standard deviation over seeds. Chosen by {rule} on the dev set (score).", ""]
+    lines += ["In percent: mean ± standard deviation over seeds. Chosen by the score on the dev set: of the best run,"]
+    lines += ["for SQuAD of the best mean.", ""]
     for group in chosen:
         settings = ", ".join(f"{key}={_show(value)}" for key, value in group.settings.items())
-        if by_mean:
+        if group.is_chosen_by_mean:
             lines.append(f"- {settings}: {_mean_and_deviation(group, SCORE)} over {len(group.runs)} seeds")
         else:
             best = group.best

@@ -106,7 +106,7 @@ class Encoder(nn.Module):
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             arguments = (hidden, last_mask, positions) if index == last else (hidden, mask)
-            run = layer._call_impl if is_rare else layer  # what `layer(...)` does when it is not compiled
+            run: Callable[..., Tensor] = layer._call_impl if is_rare else layer  # the former: without compiled code
             hidden = checkpoint(run, *arguments, use_reentrant=False) if recompute else run(*arguments)
         return hidden if self.norm is None else self.norm(hidden)  # (B, K, D)
 

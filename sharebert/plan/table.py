@@ -63,12 +63,13 @@ def describe_unsharing(plan: Plan) -> str:
     if policy == "fixed":
         return f"at update {shared + 1:,} ({shared / plan['max_steps']:.1%} of the updates are shared)"
     who = "all layers, when over half of the" if policy == "adaptive" else "group by group, where"
-    below = f"correlate below {plan['threshold']:g} in {plan['patience']} checks in a row"
-    text = f"{who} adjacent layers' gradients {below};\n"
-    text += f"checks every {plan['check_every']:,} updates, not before update {shared + 1:,}"
-    if plan["latest_step"] is not None:
-        text += f", at update {plan['latest_step']:,} at the latest"
-    return text.replace("\n", "\n          ")
+    latest = "" if plan["latest_step"] is None else f", at update {plan['latest_step']:,} at the latest"
+    lines = [
+        f"{who} adjacent layers' gradients correlate below {plan['threshold']:g}",
+        f"in {plan['patience']} checks in a row, which come every {plan['check_every']:,} updates",
+        f"not before update {shared + 1:,}{latest}",
+    ]
+    return "\n          ".join(lines)
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -114,7 +115,7 @@ def _data_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def _file_rows(plan: Plan) -> list[tuple[str, str]]:
     kept, free, most = plan["checkpoints_kept"], plan["disk_free_bytes"], plan["disk_bytes_at_most"]
-    figures = f"metrics.jsonl (about {readable_bytes(plan['metrics_bytes'])})"
+    figures = f"metrics.jsonl ({readable_bytes(plan['metrics_bytes'])})"
     space = f"{readable_bytes(most)} while the last is written, {readable_bytes(free)} free"
     rows = [
         ("writes", plan["run_folder"]),
@@ -144,7 +145,7 @@ def _operations(count: int) -> str:
 def describe_sweep(sweep: Mapping[str, Any]) -> str:
     """A row for each run, and what a shared prefix saves."""
     prefix = sweep["prefix"]
-    header = ["run", "unique shared / unshared", "shared updates", "prefix", "memory", "time", "disk"]
+    header = ["run", "parameters", "shared updates", "prefix", "memory", "time", "disk"]
     rows = [_cell_row(plan, start) for plan, start in zip(sweep["cells"], prefix["starts_from"], strict=True)]
     unfit = [f"{Path(plan['run_folder']).name}: {plan['advice']}" for plan in sweep["cells"] if plan["advice"]]
     lines = [markdown_table(header, rows), "", _saving(prefix)]

@@ -128,10 +128,10 @@ def _with_margin(values: list[float]) -> tuple[float, float]:
 
 def draw_finals(arms: Sequence[Arm], baseline: Arm | None, path: Path) -> bool:
     """Final loss and accuracy: a dot for each seed, a bar for the mean; whether it was drawn."""
-    arms = [arm for arm in arms if arm.complete]
+    style, arms = styles(arms), [arm for arm in arms if arm.complete]
     if not arms or (figure := new_figure(path.name, WIDTH, 1.6 + 0.42 * len(arms))) is None:
         return False
-    panels, style = figure.subplots(1, 2, sharey=True), styles(arms)
+    panels = figure.subplots(1, 2, sharey=True)
     figures: list[tuple[Figure, str]] = [
         (lambda point: point.loss, "final held-out loss (nats), lower is better"),
         (lambda point: 100 * point.accuracy, "final masked-LM accuracy (%), higher is better"),

@@ -9,6 +9,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from glob import glob
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +107,15 @@ class Run:
 
 
 def find_run_folders(paths: Iterable[Path]) -> list[Path]:
-    """Run folders among and below `paths`, each once; a path without any is kept, to be named as such."""
+    """Run folders among and below `paths`, each once; a path without any is kept, to be named as such.
+
+    A pattern that no shell has replaced is taken as one.
+    """
     found: dict[Path, Path] = {}
-    for path in paths:
+    matches = [
+        [path] if path.exists() else [Path(name) for name in sorted(glob(str(path)))] or [path] for path in paths
+    ]
+    for path in chain.from_iterable(matches):
         for folder in _below(path, MAX_DEPTH) or [path]:
             found.setdefault(folder.resolve(), folder)
     return list(found.values())

@@ -82,7 +82,7 @@ def set_aside(run: Path) -> list[str]:
 
 
 def find_leftovers(work: Path, undisturbed: Path) -> list[str]:
-    """What is in `work` after the run and not after the undisturbed one, what is missing there, and locks still held."""
+    """What is in `work` and not where the undisturbed run worked, what is missing there, and locks still held."""
     run = work / "outputs/run"
     found = [f"{name} is left" for name in sorted(_names(work) - _names(undisturbed) - PICTURES)]
     missing = sorted(_names(undisturbed / "outputs") - _names(work / "outputs") - PICTURES)  # `cache` may be deleted
