@@ -188,7 +188,6 @@ class CheckpointFolder:
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(f"{target}: could not be written ({error}); older checkpoints are intact") from error
         if old is not None:
-            if old is not None:
             shutil.rmtree(doomed, ignore_errors=True)
         self._delete_old(meta["step"])
         return target
