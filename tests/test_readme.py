@@ -18,7 +18,7 @@ from torch import nn
 
 from sharebert import cli
 from sharebert.cli import main
-from sharebert.config import TrainConfig, flatten, from_dict, to_dict
+from sharebert.config import FinetuneConfig, TrainConfig, flatten, from_dict, to_dict
 from sharebert.launch import EXIT_FINISHED
 
 ROOT = Path(__file__).parent.parent
@@ -41,6 +41,7 @@ MADE_BY_A_RUN = {
 MADE_BY_OTHER_VERBS = {
     *("sweep.csv", "sweep.md", "jobs/", "report/index.html"),
     *("report.md", "arms.csv", "curves.csv", "runs.csv", "depth.png", "table.md", "results.json"),
+    *("model/", "predictions/", "submission/", "summary.md", "summary.csv"),
 }
 OF_THE_USER = {"tokenizer.json", "vocab.txt", ".txt", ".jsonl", ".parquet"}
 
@@ -162,7 +163,7 @@ def check_what_the_runs_left(folder: Path) -> None:
     promised = [span for span in SPANS if span.startswith("outputs/") and "<" not in span]
     assert len(promised) >= 3
     assert [name for name in promised if not (folder / name).exists()] == []
-    lines = [path.read_text().splitlines() for path in folder.glob("outputs/*/metrics.jsonl")]
+    lines = [path.read_text().splitlines() for path in folder.glob("outputs/[!f]*/metrics.jsonl")]  # not finetune-
     rows = [json.loads(line) for part in lines for line in part]
     written = {name for row in rows for name in row} - {"step"}
     assert written - set(FIGURES) == set(), "written and not explained"
@@ -189,7 +190,7 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_every_setting_that_is_named_exists() -> None:
-    settings = flatten(to_dict(TrainConfig()))
+    settings = flatten(to_dict(TrainConfig())) | flatten(to_dict(FinetuneConfig()))
     known = {*settings, *(path.name for path in (ROOT / "conf").iterdir() if path.is_dir())}
     groups = {key.split(".")[0] for key in settings if "." in key}
     named = {span.split("=")[0] for span in SPANS if re.fullmatch(r"[a-z_]+(\.\w+)*=\S*|(\w+)\.\w+", span)}
