@@ -38,8 +38,11 @@ def resolve(config: TrainConfig, device: torch.device, meta: dict[str, Any] | No
     return dataclasses.replace(config, engine=engine, unshare=unshare), precision
 
 
-def largest_micro_batch(global_batch_size: int, bound: int | None) -> int:
-    """The largest divisor of this process's share of the batch that is at most `bound`; None: the share itself."""
-    local_batch = global_batch_size // distributed.world_size()
+def largest_micro_batch(global_batch_size: int, bound: int | None, processes: int | None = None) -> int:
+    """The largest divisor of a process's share of the batch that is at most `bound`; None: the share itself.
+
+    `processes`: in the job; None: in this one.
+    """
+    local_batch = global_batch_size // (processes or distributed.world_size())
     bound = min(bound or local_batch, local_batch)
     return next(size for size in range(bound, 0, -1) if local_batch % size == 0)

@@ -67,7 +67,8 @@ def test_an_experiment_composes_to_what_its_file_says(experiment: str) -> None:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_choice_of_unshare_and_data_wins_over_the_experiment(experiment: str) -> None:
     body = flatten(read_yaml(CONF / f"experiment/{experiment}.yaml"))
-    for unshare, data in itertools.product(choices_of("unshare"), choices_of("data")):
+    every = (choices_of("unshare"), choices_of("data"))
+    for unshare, data in zip(*(itertools.islice(itertools.cycle(c), max(map(len, every))) for c in every), strict=True):
         config, _ = compose(f"+experiment={experiment}", f"unshare={unshare}", f"data={data}", *NEEDED.get(data, []))
         result = flatten(to_dict(config))
         for group, choice in (("unshare", unshare), ("data", data)):

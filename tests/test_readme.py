@@ -93,6 +93,7 @@ def user_folder(tmp_path: Path, text_file: Path, small_run: list[str], monkeypat
         monkeypatch.setattr(f"sharebert.{module}.measure_matmul_peak", lambda device, dtype: 1e12)
     monkeypatch.setattr("sharebert.bench.run.measure_peak_memory", lambda config, vocab_size, device: 2**30)
     monkeypatch.setattr("sharebert.bench.run.has_transformers", lambda: False)
+    monkeypatch.setattr("sharebert.report.draw.new_figure", lambda *_, **__: None)  # else 4 s of drawing
 
     def tiny_from_dict(kind: Any, values: dict[str, Any]) -> Any:
         return from_dict(kind, shrink(values, small_run) if kind is TrainConfig else values)

@@ -31,10 +31,11 @@ from sharebert.plan.files import (
 from sharebert.plan.table import describe, describe_sweep
 from sharebert.precision import Precision, hardware_has_bf16, resolve_device
 from sharebert.prefix_plan import plan_prefixes, shared_updates
+from sharebert.resolve import largest_micro_batch
 from sharebert.run_memory import ParameterSizes, RunMemory, parameter_sizes, phases_of
 from sharebert.unshare_policy import resolve_unshare_step
 
-BYTES_PER_ROW = 480
+BYTES_PER_ROW = 420
 """Of `metrics.jsonl`, about."""
 
 ASSUMED_PEAK_SHARE = {"cpu": 0.65, "cuda": 0.5}
@@ -134,9 +135,7 @@ def _resolve(config: TrainConfig, processes: int) -> TrainConfig:
     if precision == "auto":
         has_bf16 = (kind == "cuda" and not torch.cuda.is_available()) or hardware_has_bf16(torch.device(kind))
         precision = "bf16" if has_bf16 else "fp32"
-    local_batch = config.global_batch_size // processes
-    bound = min(engine.micro_batch_size or local_batch, local_batch)
-    size = next(size for size in range(bound, 0, -1) if local_batch % size == 0)
+    size = largest_micro_batch(config.global_batch_size, engine.micro_batch_size, processes)
     engine = dataclasses.replace(engine, device=kind, precision=precision, micro_batch_size=size)
     unshare = dataclasses.replace(config.unshare, step=resolve_unshare_step(config))
     return dataclasses.replace(config, engine=engine, unshare=unshare)
