@@ -212,6 +212,7 @@ def test_a_lone_process_needs_no_group() -> None:
 # ---------------------------------------------------------------------- under torchrun
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_job_whose_rank_died_and_it_goes_on(
     train: Train, small_run: list[str], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from drill.ending import differences, find_leftovers
 from drill.faults import KINDS
 from drill.processes import start_server
 
-FEW = [("bit_flipped_checkpoint", 1), ("SIGTERM", 1), ("rank_raises", 2)]
+FEW = [("bit_flipped_checkpoint", 1), ("SIGTERM", 1)]
 
 
 @pytest.mark.processes
