@@ -127,11 +127,11 @@ def _train(
     closing: contextlib.ExitStack,
 ) -> int:
     """Build every part and train."""
-    if config.engine.compile != "false":
-        torch.compiler.reset()  # jobs of a sweep share the layers' code, and torch gives up after some recompilations
     describe_origin()  # remembered: the commit of the code that runs, whatever is committed meanwhile
     meta = checkpoint.read_meta(start) if start is not None else {}
     config, precision = resolve(config, device, meta or None)
+    if config.engine.compile == "true":  # else it would import the compiler, for seconds
+        torch.compiler.reset()  # jobs of a sweep share the layers' code, and torch gives up after some recompilations
     prefixes = open_prefix_cache(config, corpus.content_hashes, device)
     if start is None and prefixes is not None:
         start = distributed.on_rank_zero(functools.partial(prefixes.fork, config, run.path))
