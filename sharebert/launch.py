@@ -162,6 +162,11 @@ def leave_at_once(status: int) -> NoReturn:
 # ---------------------------------------------------------------------- being asked to stop
 
 
+def stop_signals(ranks: Ranks, device_type: str) -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to stop."""
+    return STOP_SIGNALS_WITH_NCCL if ranks.launched and device_type == "cuda" else STOP_SIGNALS
+
+
 class StopRequested(Exception):
     """Ends work other than training, where a stop was asked for. What was finished is kept."""
 

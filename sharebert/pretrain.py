@@ -27,11 +27,10 @@ from sharebert.flops import flops_per_update, measure_matmul_peak
 from sharebert.launch import (
     EXIT_FINISHED,
     EXIT_STOPPED,
-    STOP_SIGNALS,
-    STOP_SIGNALS_WITH_NCCL,
     Ranks,
     StopSignals,
     is_restart,
+    stop_signals,
 )
 from sharebert.log import close_log_file, open_log_file
 from sharebert.metrics import Progress, Recorder, build_sinks
@@ -74,7 +73,8 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
         distributed.join_group(ranks, device, config.engine.group_timeout_minutes)
         closing.callback(distributed.leave_group)
         closing.callback(run.close)
-        stop = closing.enter_context(_stop_signals(config, ranks, device))
+        numbers = stop_signals(ranks, device.type)
+        stop = closing.enter_context(StopSignals(numbers, config.max_run_minutes, is_announced=ranks.rank == 0))
         start, is_finished = distributed.on_rank_zero(lambda: _enter(run, config, device))
         if is_finished:
             logger.info("%s is finished (%d updates): nothing to do", folder, config.max_steps)
@@ -86,12 +86,6 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
         corpus = obtain_corpus(config.data, ranks, stop)
         corpus.check_sequences(config.data.seq_len, config.global_batch_size)
         return _train(config, run, corpus, device, start, stop, closing)
-
-
-def _stop_signals(config: TrainConfig, ranks: Ranks, device: torch.device) -> StopSignals:
-    uses_nccl = ranks.launched and device.type == "cuda"
-    numbers = STOP_SIGNALS_WITH_NCCL if uses_nccl else STOP_SIGNALS
-    return StopSignals(numbers, config.max_run_minutes, is_announced=ranks.rank == 0)
 
 
 def _enter(run: RunFolder, config: TrainConfig, device: torch.device) -> tuple[Path | None, bool]:

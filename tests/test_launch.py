@@ -24,6 +24,7 @@ from sharebert.launch import (
     is_restart,
     rendezvous,
     set_threads,
+    stop_signals,
 )
 
 # ---------------------------------------------------------------------- ranks
@@ -231,3 +232,9 @@ def test_a_worker_ends_with_a_parent_that_was_killed(method: str, tmp_path: Path
     # The worker holds the pipe of standard output: `run` returns when it has ended, too.
     result = subprocess.run([sys.executable, script], capture_output=True, timeout=30, check=False)
     assert result.returncode == -signal.SIGKILL
+
+
+def test_sigusr1_is_left_alone_between_gpus_only() -> None:
+    alone, rank = Ranks(), Ranks(rank=1, world_size=2, launched=True)
+    assert stop_signals(rank, "cuda") == STOP_SIGNALS_WITH_NCCL
+    assert stop_signals(alone, "cuda") == stop_signals(rank, "cpu") == STOP_SIGNALS

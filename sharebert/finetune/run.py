@@ -24,11 +24,10 @@ from sharebert.finetune.results import finish, read_results
 from sharebert.launch import (
     EXIT_FINISHED,
     EXIT_STOPPED,
-    STOP_SIGNALS,
-    STOP_SIGNALS_WITH_NCCL,
     Ranks,
     StopSignals,
     is_restart,
+    stop_signals,
 )
 from sharebert.log import close_log_file, open_log_file
 from sharebert.metrics import Progress, Recorder, build_sinks, check_extras
@@ -63,7 +62,7 @@ def finetune(config: FinetuneConfig, ranks: Ranks, folder: Path) -> int:
         distributed.join_group(ranks, device, config.engine.group_timeout_minutes)
         closing.callback(distributed.leave_group)
         closing.callback(run.close)
-        numbers = STOP_SIGNALS_WITH_NCCL if ranks.launched and device.type == "cuda" else STOP_SIGNALS
+        numbers = stop_signals(ranks, device.type)
         stop = closing.enter_context(StopSignals(numbers, config.max_run_minutes, is_announced=ranks.rank == 0))
         start, is_finished = distributed.on_rank_zero(lambda: _enter(run, config, device))
         if is_finished:
