@@ -225,6 +225,7 @@ def _own_flags(verb: str, arguments: list[str]) -> tuple[argparse.Namespace, lis
         parser.add_argument("--memory-gib", type=float)
         parser.add_argument("--processes", type=int)
         parser.add_argument("--tokens-per-second", type=float)
+        parser.add_argument("--tflops", type=float)
     if verb == "bench":
         parser.add_argument("--sequences", type=int)
         parser.add_argument("--seconds", type=float, default=60.0)
@@ -313,7 +314,7 @@ def _plan(request: Request, flags: argparse.Namespace, ranks: Ranks) -> int:
     from sharebert.plan.run import Circumstances, plan
 
     processes = ranks.world_size if flags.processes is None else flags.processes
-    circumstances = Circumstances(processes, flags.memory_gib, flags.tokens_per_second)
+    circumstances = Circumstances(processes, flags.memory_gib, flags.tokens_per_second, flags.tflops)
     return plan(request, circumstances, as_json=flags.json)
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def compose(verb: str, primary: str, kind: type, arguments: Sequence[str]) -> Re
     def collect(composed: DictConfig) -> None:
         hydra_config = HydraConfig.get()
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
-        values["run_name"] = run_name(values["run_name"], hydra_config.runtime.choices.get("experiment"))
+        values["run_name"] = run_name(values["run_name"], hydra_config.runtime.choices)
         overrides = tuple(hydra_config.overrides.task)
         folder = Path(values["output_dir"]) / values["run_name"]
         if is_multirun:
@@ -89,6 +89,9 @@ def compose(verb: str, primary: str, kind: type, arguments: Sequence[str]) -> Re
             if shows_all or isinstance(error, BrokenPipeError):
                 raise
             raise ConfigError(_explain(error, kind)) from error
+    if is_multirun and not cells and not {"--help", "-h", "--hydra-help"} & set(arguments):
+        # glob() that matches nothing: Hydra runs nothing, and says nothing.
+        raise ConfigError(f"{' '.join(arguments)}: the sweep has no runs, expected one or more")
     return Request(cells, is_multirun)
 
 
@@ -131,9 +134,18 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
     return flags + settings
 
 
-def run_name(given: str | None, experiment: str | None) -> str:
-    """The run's name: as given, else the experiment's, else `run`."""
-    return given or (experiment or "run").replace("/", "-")
+def run_name(given: str | None, choices: Mapping[str, str]) -> str:
+    """The run's name: as given, else the experiment's, else `run`.
+
+    Args:
+        given: the setting.
+        choices: of all groups; an experiment in a folder may be chosen in its own group too.
+
+    >>> run_name(None, {"experiment": "paper/table1_swe_f"}) == run_name(None, {"experiment/paper": "table1_swe_f"})
+    True
+    """
+    chosen = [f"{group}/{name}" for group, name in choices.items() if f"{group}/".startswith("experiment/")]
+    return given or "-".join(chosen).removeprefix("experiment/").replace("/", "-") or "run"
 
 
 def job_folder(overrides: Sequence[str], arguments: Sequence[str] = ()) -> str:

@@ -258,13 +258,19 @@ def test_names_of_jobs_need_no_quoting_and_stay_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "experiment", "name"),
-    [("mine", "demo", "mine"), (None, "demo", "demo"), (None, "mine/first", "mine-first"), (None, None, "run")],
+    ("given", "choices", "name"),
+    [
+        ("mine", {"experiment": "demo"}, "mine"),
+        (None, {"model": "bert_base", "experiment": "demo"}, "demo"),
+        (None, {"experiment": "mine/first"}, "mine-first"),
+        (None, {"experiment/mine": "first"}, "mine-first"),
+        (None, {"model": "bert_base"}, "run"),
+    ],
 )
 def test_a_run_is_named_as_given_else_after_its_experiment(
-    given: str | None, experiment: str | None, name: str
+    given: str | None, choices: dict[str, str], name: str
 ) -> None:
-    assert run_name(given, experiment) == name
+    assert run_name(given, choices) == name
 
 
 def test_a_run_lies_below_output_dir_and_nothing_else_is_left(train: Train, tmp_path: Path, here: Path) -> None:

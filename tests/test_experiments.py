@@ -18,6 +18,7 @@ from sharebert.config import TrainConfig, flatten, from_dict, to_dict
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+PAPER = sorted(path.stem for path in (CONF / "experiment/paper").glob("*.yaml"))
 PRESETS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
 NEEDED = {"text_files": ["data.files=[a.txt]"], "hf_dataset": ["data.hf_path=owner/name"]}
 """What a choice of `data` cannot do without."""
@@ -77,11 +78,12 @@ def test_every_choice_of_unshare_and_data_wins_over_the_experiment(experiment: s
             assert not missed, f"{group}={choice}"
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", [*EXPERIMENTS, *(f"paper/{name}" for name in PAPER)])
 def test_an_experiment_opens_with_the_command_that_runs_it(experiment: str) -> None:
-    first, second, *_ = (CONF / f"experiment/{experiment}.yaml").read_text().splitlines()
+    first, second, third, *_ = (CONF / f"experiment/{experiment}.yaml").read_text().splitlines()
     assert first == "# @package _global_"
-    assert second.startswith(f"# sharebert train +experiment={experiment}")
+    assert second.split(" data=")[0] == f"# sharebert train +experiment={experiment}"
+    assert third == "#"
     compose(*shlex.split(second)[3:])
 
 
@@ -130,20 +132,25 @@ LARGE = {"model.num_layers": 24, "model.hidden_size": 1024, "model.num_heads": 1
 BASE = {"model.num_layers": 12, "model.hidden_size": 768, "model.num_heads": 12, "model.intermediate_size": 3072}
 SHARE_50K = {"unshare.policy": "fixed", "unshare.step": 50_000}
 ADAPTIVE = {"unshare.check_every": 1000, "unshare.threshold": 0.5, "unshare.patience": 3}
+TABLE_1 = {**WIKIPEDIA, **LARGE, "max_steps": 500_000}
+TABLE_2 = {**TABLE_1, "max_steps": 1_000_000, "model.norm": "post", "masking.whole_word": True, "optim.lr": 1e-4}
+NEVER, SWE_M = {"unshare.policy": "never"}, {**ADAPTIVE, "unshare.policy": "multi_step"}
 RECIPES: dict[str, dict[str, Any]] = {
-    "bert_large_half": {**WIKIPEDIA, **LARGE, **SHARE_50K, "max_steps": 500_000},
     "bert_base_half": {**WIKIPEDIA, **BASE, **SHARE_50K, "max_steps": 500_000},
-    "bert_large_swe_a": {**WIKIPEDIA, **LARGE, **ADAPTIVE, "unshare.policy": "adaptive", "max_steps": 500_000},
-    "bert_large_swe_m": {**WIKIPEDIA, **LARGE, **ADAPTIVE, "unshare.policy": "multi_step", "max_steps": 500_000},
-    "bert_large_baseline": {**WIKIPEDIA, **LARGE, "unshare.policy": "never", "max_steps": 1_000_000},
-    "bert_large_xlnet": {
-        **WIKIPEDIA,
-        **LARGE,
-        **SHARE_50K,
-        "max_steps": 1_000_000,
-        "model.norm": "post",
-        "masking.whole_word": True,
-        "optim.lr": 1e-4,
+    "paper/table1_base_1m": {**TABLE_1, **NEVER, "max_steps": 1_000_000},
+    "paper/table1_base_500k": {**TABLE_1, **NEVER},
+    "paper/table1_swe_f": {**TABLE_1, **SHARE_50K},
+    "paper/table1_swe_a": {**TABLE_1, **ADAPTIVE, "unshare.policy": "adaptive"},
+    "paper/table1_swe_m": {**TABLE_1, **SWE_M},
+    "paper/table2_base_2m": {**TABLE_2, **NEVER, "max_steps": 2_000_000},
+    "paper/table2_base_1m": {**TABLE_2, **NEVER},
+    "paper/table2_swe_f": {**TABLE_2, **SHARE_50K},
+    "paper/table2_swe_m": {**TABLE_2, **SWE_M},
+    "paper/table3_tau_200k": {**TABLE_1, **SHARE_50K, "unshare.step": 200_000},
+    **{f"paper/table3_rho_{rho}": {**TABLE_1, **SWE_M, "unshare.threshold": rho} for rho in (0.1, 0.3, 0.7, 0.9)},
+    **{
+        f"paper/table4_{layers}x{24 // layers}": {**TABLE_1, **SHARE_50K, "unshare.unit_layers": layers}
+        for layers in (12, 6, 4, 2)
     },
 }
 

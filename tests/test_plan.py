@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from sharebert.launch import EXIT_FINISHED, EXIT_USAGE
 from sharebert.plan import run as plan_run
 from sharebert.plan.files import expected_vocab_size, kept_checkpoints
 from sharebert.plan.table import duration
+
+CONF = Path(__file__).parent.parent / "conf"
 
 
 @pytest.fixture(autouse=True)
@@ -109,11 +113,11 @@ def test_the_table_says_what_a_person_asks(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_policies_that_watch_say_when_they_look(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = table(capsys, "+experiment=bert_large_swe_a", "engine.device=cpu", "unshare.latest_step=9000")
+    shown = table(capsys, "+experiment=paper/table1_swe_a", "engine.device=cpu", "unshare.latest_step=9000")
     assert "correlate below 0.5\n          in 3 checks in a row, which come every 1,000 updates\n" in shown
     assert "not before update 3,001, at update 9,000 at the latest" in shown
     assert "at least 3,000" in shown
-    assert "group by group" in table(capsys, "+experiment=bert_large_swe_m", "engine.device=cpu")
+    assert "group by group" in table(capsys, "+experiment=paper/table1_swe_m", "engine.device=cpu")
     assert "nothing is shared" in table(capsys, "unshare=never")
     assert "to the end" in table(capsys, "unshare=always")
 
@@ -125,7 +129,11 @@ def test_flags_describe_machines_that_are_not_here(capsys: pytest.CaptureFixture
     assert (plan["memory_limit_bytes"], plan["fits"]) == (80 * 2**30, True)
     assert plan["micro_batch_size"] == 64
     assert plan["hours"] == pytest.approx(500_000 * 512 * 512 / 1e6 / 3600)
-    assert "36.4 h at the given 1,000,000 tokens/s" in table(capsys, *elsewhere, "--tokens-per-second", "1e6")
+    shown = table(capsys, *elsewhere, "--tokens-per-second", "1e6")
+    assert "36.4 h, 291 GPU-hours at the given 1,000,000 tokens/s" in shown
+    by_tflops = planned(capsys, *elsewhere, "--tflops", "125")
+    assert by_tflops["device_hours"] == pytest.approx(plan["flops"] / 125e12 / 3600)
+    assert by_tflops["hours"] == pytest.approx(by_tflops["device_hours"] / 8)
 
 
 def test_a_gpu_that_is_not_here_and_of_unknown_memory_is_asked_for(
@@ -135,7 +143,7 @@ def test_a_gpu_that_is_not_here_and_of_unknown_memory_is_asked_for(
     monkeypatch.setattr(plan_run, "_is_here", lambda config: False)
     shown = table(capsys, "engine.device=cuda")
     assert "say --memory-gib" in shown
-    assert "say --tokens-per-second" in shown
+    assert "say --tflops or --tokens-per-second" in shown
 
 
 def test_a_sweep_has_a_row_for_each_run_and_the_saving_of_the_shared_prefix(
@@ -162,12 +170,32 @@ def test_a_sweep_has_a_row_for_each_run_and_the_saving_of_the_shared_prefix(
         (["--processes", "0"], "processes=0: expected a number above 0"),
         (["--memory-gib", "-1"], "memory_gib=-1.0: expected a number above 0"),
         (["data.tokenizer=no.json"], "data.tokenizer='no.json': no such file"),
+        (["--tflops", "1", "--tokens-per-second", "1"], "both give the rate; expected one of them"),
+        (["-m", "+experiment=glob(nothing*)"], "the sweep has no runs"),
         (["max_stepz=3"], "did you mean 'max_steps'?"),
     ],
 )
 def test_a_wrong_request_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments]) == EXIT_USAGE
     assert message in capsys.readouterr().err
+
+
+def test_every_row_of_the_paper_is_an_experiment_with_its_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (CONF / "experiment/paper/README.md").read_text()
+    rows = re.findall(r"^\|[^|]*\| `(paper/\S+)` \|[^|]*\| ([\d.]+) \| ([\d,]+) \|$", page, re.MULTILINE)
+    names = sorted(path.stem for path in (CONF / "experiment/paper").glob("*.yaml"))
+    assert sorted({name for name, _, _ in rows}) == [f"paper/{name}" for name in names]
+    assert len(rows) == 5 + 4 + 7 + 6  # Tables 1 to 4
+    (command,) = re.findall(r"^sharebert (plan .*)$", page, re.MULTILINE)
+    assert main([*shlex.split(command), "--json"]) == EXIT_FINISHED
+    hours = {
+        cell["run_folder"].split("paper-")[1].split("/")[0]: cell["device_hours"]
+        for cell in json.loads(capsys.readouterr().out)["cells"]
+    }
+    for name, accuracy, cost in rows:
+        text = (CONF / f"experiment/{name}.yaml").read_text()
+        assert f"Expected there: masked-LM accuracy {accuracy}%" in text, name
+        assert f"{hours[name.removeprefix('paper/')]:,.0f}" == cost, name
 
 
 def test_the_vocabulary_is_that_of_the_given_tokenizer(tmp_path: Path) -> None:

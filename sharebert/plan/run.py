@@ -14,7 +14,7 @@ import torch
 
 from sharebert.checkpoint import list_checkpoints
 from sharebert.compose import Request
-from sharebert.config import TrainConfig, check_world_size, from_dict
+from sharebert.config import ConfigError, TrainConfig, check_world_size, from_dict
 from sharebert.config.checks import check_positive
 from sharebert.data.format import PreparedCorpus, num_sequences
 from sharebert.data.masking import num_slots
@@ -51,9 +51,18 @@ class Circumstances:
     """Of each device; None: what is free here."""
     tokens_per_second: float | None = None
     """Of the whole job; None: assumed from the matmul peak of this machine."""
+    tflops: float | None = None
+    """Operations that each process sustains, in 10^12 a second: another way to give the rate."""
 
     def __post_init__(self) -> None:
-        check_positive("", self, "processes", "memory_gib", "tokens_per_second")
+        check_positive("", self, "processes", "memory_gib", "tokens_per_second", "tflops")
+        if self.tokens_per_second is not None and self.tflops is not None:
+            raise ConfigError("--tflops and --tokens-per-second both give the rate; expected one of them")
+
+    @property
+    def gives_rate(self) -> bool:
+        """Whether nothing has to be assumed."""
+        return self.tokens_per_second is not None or self.tflops is not None
 
 
 def plan(request: Request, circumstances: Circumstances, *, as_json: bool) -> int:
@@ -91,7 +100,7 @@ def plan_runs(
         if key not in corpora:
             corpora[key] = find_prepared(config.data)
         kind = (config.engine.device, config.engine.precision)
-        if circumstances.tokens_per_second is None and kind not in peaks and _is_here(config):
+        if not circumstances.gives_rate and kind not in peaks and _is_here(config):
             device = torch.device(config.engine.device)
             peaks[kind] = measure_matmul_peak(device, Precision(config.engine.precision, device).dtype)
         plans.append(_plan(config, folder, corpora[key], peaks.get(kind), circumstances))
@@ -231,15 +240,19 @@ def _duration(
     """Hours of the updates at the given rate, else at one assumed from this machine's matmul peak."""
     tokens = config.global_batch_size * config.data.seq_len
     rate, share = circumstances.tokens_per_second, None
-    if rate is None and matmul_peak is not None:
+    if circumstances.tflops is not None:
+        rate = circumstances.processes * circumstances.tflops * 1e12 / (flops / tokens)
+    elif rate is None and matmul_peak is not None:
         share = ASSUMED_PEAK_SHARE[config.engine.device]
         rate = circumstances.processes * matmul_peak * share / (flops / tokens)
+    hours = None if rate is None else config.max_steps * tokens / rate / 3600
     return {
         "tokens_per_second": rate,
-        "rate_is_given": circumstances.tokens_per_second is not None,
+        "rate_is_given": circumstances.gives_rate,
         "matmul_peak_gflops": None if matmul_peak is None else matmul_peak / 1e9,
         "assumed_peak_share": share,
-        "hours": None if rate is None else config.max_steps * tokens / rate / 3600,
+        "hours": hours,
+        "device_hours": None if hours is None else hours * circumstances.processes,
     }
 
 

@@ -92,13 +92,13 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
 
 def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     if plan["tokens_per_second"] is None:
-        return [("time", "no GPU here to tell: say --tokens-per-second (`sharebert bench` measures it)")]
+        return [("time", "no GPU here to tell: say --tflops or --tokens-per-second (`sharebert bench` measures it)")]
     rate = f"{plan['tokens_per_second']:,.0f} tokens/s"
     if plan["rate_is_given"]:
-        return [("time", f"{duration(plan['hours'])} at the given {rate}")]
+        return [("time", f"{_cost(plan)} at the given {rate}")]
     share, peak = plan["assumed_peak_share"], plan["matmul_peak_gflops"]
     return [
-        ("time", f"about {duration(plan['hours'])} at an assumed {rate},"),
+        ("time", f"about {_cost(plan)} at an assumed {rate},"),
         ("", f"{share:.0%} of the matmul peak just measured here ({peak:,.0f} GFLOP/s) in each process;"),
         ("", "`sharebert bench` measures the rate itself, --tokens-per-second takes it"),
     ]
@@ -127,6 +127,13 @@ def _file_rows(plan: Plan) -> list[tuple[str, str]]:
     if step := plan["continues_from_step"]:
         rows.insert(1, ("", f"holds a run: `train` goes on from step {step:,}"))
     return rows
+
+
+def _cost(plan: Plan) -> str:
+    """How long, and for all GPUs together."""
+    text = duration(plan["hours"])
+    several_gpus = plan["device"] == "cuda" and plan["processes"] > 1
+    return f"{text}, {plan['device_hours']:,.0f} GPU-hours" if several_gpus else text
 
 
 def duration(hours: float) -> str:
@@ -162,7 +169,7 @@ def _cell_row(plan: Plan, starts_from: int) -> list[str]:
         f"{least}{plan['shared_updates']:,} of {plan['max_steps']:,}",
         f"{starts_from:,}" if starts_from else "-",
         f"{readable_bytes(plan['memory_bytes'])}{'' if plan['fits'] is not False else ' !'}",
-        "-" if plan["hours"] is None else duration(plan["hours"]),
+        "-" if plan["hours"] is None else _cost(plan),
         readable_bytes(plan["disk_bytes_at_most"]),
     ]
 
