@@ -6,7 +6,8 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from sharebert.launch import (
 from sharebert.log import close_log_file, open_log_file
 from sharebert.metrics import Progress, Recorder, build_sinks
 from sharebert.precision import Precision, resolve_device
-from sharebert.prefix_cache import open_prefix_cache
+from sharebert.prefix_cache import PrefixCache, open_prefix_cache
 from sharebert.provenance import command_line, describe_origin
 from sharebert.resolve import resolve
 from sharebert.run_corpus import obtain_corpus
@@ -52,6 +53,26 @@ from sharebert.train_state import TrainState, began_from, build_train_state, che
 from sharebert.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a run goes on from: nothing, a checkpoint of its own, or one of the prefix cache."""
+
+    start: Path | None
+    meta: Mapping[str, Any]
+    """Of that checkpoint; empty without one."""
+    prefixes: PrefixCache | None
+    """Where other runs find the beginning of this one."""
+
+    @property
+    def last_step(self) -> int:
+        """Last step that has figures; -1 without any."""
+        return self.meta["step"] if self.meta else -1
+
+    def sample_offset(self, global_batch_size: int) -> int:
+        """Samples that the updates so far consisted of beyond `global_batch_size` each; 0 unless that was changed."""
+        return self.meta["samples_seen"] - self.meta["step"] * global_batch_size if self.meta else 0
 
 
 def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
@@ -122,60 +143,28 @@ def _train(
 ) -> int:
     """Build every part and train."""
     describe_origin()  # remembered: the commit of the code that runs, whatever is committed meanwhile
-    meta = checkpoint.read_meta(start) if start is not None else {}
-    config, precision = resolve(config, device, meta or None)
+    config, precision = resolve(config, device, checkpoint.read_meta(start) if start is not None else None)
     if config.engine.compile == "true":  # else it would import the compiler, for seconds
         torch.compiler.reset()  # jobs of a sweep share the layers' code, and torch gives up after some recompilations
-    prefixes = open_prefix_cache(config, corpus.content_hashes, device)
-    if start is None and prefixes is not None:
-        start = distributed.on_rank_zero(functools.partial(prefixes.fork, config, run.path))
-        meta = checkpoint.read_meta(start) if start is not None else {}
-    if prefixes is not None and meta and meta.get("prefix_key") != prefixes.key:
-        prefixes = None  # begun under other circumstances: no other run would come by the same numbers
-    if meta:
-        refuse_other_corpus(meta, corpus.content_hashes, run.path)
-    elif config.init_from is not None:
-        refuse_other_tokenizer(init_from_folder(config.init_from), load_text_tokenizer(corpus.tokenizer_path))
+    origin = _find_origin(config, run, corpus, device, start)
     closing.enter_context(_debug_modes(config))
     vocabulary = build_vocabulary(
         corpus.tokenizer_path, corpus.special_ids, corpus.vocab_size, config.masking.whole_word
     )
     memory = check_memory(config, corpus.vocab_size)
-    state = build_train_state(config, corpus.vocab_size, device, precision, start)
-    sample_offset = _sample_offset(config, meta)
+    state = build_train_state(config, corpus.vocab_size, device, precision, origin.start)
+    sample_offset = origin.sample_offset(config.global_batch_size)
     windows = _build_windows(config, corpus, vocabulary, state.counters.step, sample_offset)
     evaluator = _build_evaluator(config, corpus, vocabulary, precision)
     distributed.on_rank_zero(lambda: _claim(run, config, state))
-    last_step = state.counters.step if meta else -1
-    recorder = _build_recorder(config, run, last_step, meta.get("wandb_run_id"))
+    recorder = _build_recorder(config, run, origin.last_step, origin.meta.get("wandb_run_id"))
     closing.callback(recorder.close)
     flops = _flops(config, corpus.vocab_size)
     peak = measure_matmul_peak(device, precision.dtype) * distributed.world_size()
-    checkpoints = CheckpointFolder(
-        run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
-    )
-    tokenizer = corpus.tokenizer_path.read_bytes()  # now: the prepared data may be deleted while the run goes on
-
-    def save(before_unsharing: bool) -> None:
-        def write() -> None:
-            description = _describe(config, state, corpus, recorder.wandb_run_id, before_unsharing)
-            description["prefix_key"] = None if prefixes is None else prefixes.key
-            description["prefix_from"] = meta.get("prefix_from")
-            description["samples_seen"] += sample_offset
-            saved = checkpoints.save(
-                tensors=state.tensors(),
-                training_state=state.state_dict(),
-                tokenizer=tokenizer,
-                meta=description,
-            )
-            if prefixes is not None:
-                prefixes.keep(saved, run.path)
-
-        distributed.on_rank_zero(write)
-
+    save = _build_save(config, run, corpus, state, origin, recorder)
     trainer = Trainer(config, state, precision, evaluator, recorder, save, stop, flops, peak)
     if distributed.rank() == 0:
-        _announce(config, state, corpus, start, meta)
+        _announce(config, state, corpus, origin)
     try:
         with explain_out_of_memory(memory, device):
             is_finished = trainer.fit(windows)
@@ -186,6 +175,49 @@ def _train(
     if distributed.rank() == 0:
         _leave(run, trainer, is_finished, stop.received or "asked on another rank")
     return EXIT_FINISHED if is_finished else EXIT_STOPPED
+
+
+def _find_origin(
+    config: TrainConfig, run: RunFolder, corpus: PreparedCorpus, device: torch.device, start: Path | None
+) -> _Origin:
+    """Look into the prefix cache where the run has no checkpoint of its own, and refuse other data than before."""
+    prefixes = open_prefix_cache(config, corpus.content_hashes, device)
+    if start is None and prefixes is not None:
+        start = distributed.on_rank_zero(functools.partial(prefixes.fork, config, run.path))
+    meta = checkpoint.read_meta(start) if start is not None else {}
+    if prefixes is not None and meta and meta.get("prefix_key") != prefixes.key:
+        prefixes = None  # begun under other circumstances: no other run would come by the same numbers
+    if meta:
+        refuse_other_corpus(meta, corpus.content_hashes, run.path)
+    elif config.init_from is not None:
+        refuse_other_tokenizer(init_from_folder(config.init_from), load_text_tokenizer(corpus.tokenizer_path))
+    return _Origin(start, meta, prefixes)
+
+
+def _build_save(
+    config: TrainConfig,
+    run: RunFolder,
+    corpus: PreparedCorpus,
+    state: TrainState,
+    origin: _Origin,
+    recorder: Recorder,
+) -> Callable[[bool], None]:
+    """What saves a checkpoint, told whether it is the last one before unsharing; to be called on every rank."""
+    checkpoints = CheckpointFolder(
+        run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
+    )
+    tokenizer = corpus.tokenizer_path.read_bytes()  # now: the prepared data may be deleted while the run goes on
+
+    def write(before_unsharing: bool) -> None:
+        meta = _describe(config, state, corpus, origin, recorder.wandb_run_id)
+        meta["before_unsharing"] = before_unsharing
+        saved = checkpoints.save(
+            tensors=state.tensors(), training_state=state.state_dict(), tokenizer=tokenizer, meta=meta
+        )
+        if origin.prefixes is not None:
+            origin.prefixes.keep(saved, run.path)
+
+    return lambda before_unsharing: distributed.on_rank_zero(lambda: write(before_unsharing))
 
 
 def _leave(run: RunFolder, trainer: Trainer, is_finished: bool, stop_reason: str) -> None:
@@ -210,11 +242,6 @@ def _claim(run: RunFolder, config: TrainConfig, state: TrainState) -> None:
     checkpoint.check_free_space(run.path, 3 * 4 * parameters)  # fp32 weights and two moments
     run.write_config(config)
     run.write_status("running", state.counters.step)
-
-
-def _sample_offset(config: TrainConfig, meta: Mapping[str, Any]) -> int:
-    """Samples that the updates so far consisted of beyond `global_batch_size` for each; 0 unless that was changed."""
-    return meta["samples_seen"] - meta["step"] * config.global_batch_size if meta else 0
 
 
 def _build_windows(
@@ -269,13 +296,15 @@ def _flops(config: TrainConfig, vocab_size: int) -> int:
 
 
 def _describe(
-    config: TrainConfig, state: TrainState, corpus: PreparedCorpus, wandb_run_id: str | None, before_unsharing: bool
+    config: TrainConfig, state: TrainState, corpus: PreparedCorpus, origin: _Origin, wandb_run_id: str | None
 ) -> dict[str, Any]:
     """`meta.json` of a checkpoint."""
+    samples = state.counters.step * config.global_batch_size
     return {
         **state.describe(),
-        "before_unsharing": before_unsharing,
-        "samples_seen": state.counters.step * config.global_batch_size,
+        "samples_seen": samples + origin.sample_offset(config.global_batch_size),
+        "prefix_key": None if origin.prefixes is None else origin.prefixes.key,
+        "prefix_from": origin.meta.get("prefix_from"),
         "config": to_dict(config),
         "corpus": corpus.content_hashes,
         "world_size": distributed.world_size(),
@@ -285,9 +314,7 @@ def _describe(
     }
 
 
-def _announce(
-    config: TrainConfig, state: TrainState, corpus: PreparedCorpus, start: Path | None, meta: Mapping[str, Any]
-) -> None:
+def _announce(config: TrainConfig, state: TrainState, corpus: PreparedCorpus, origin: _Origin) -> None:
     """The lines a person wants to see before the first update."""
     tokens = corpus.train.num_tokens
     logger.info("data: %s training tokens, vocabulary %d (%s)", f"{tokens:,}", corpus.vocab_size, corpus.folder)
@@ -309,6 +336,7 @@ def _announce(
         config.engine.micro_batch_size,
         config.engine.compile,
     )
+    meta = origin.meta
     if meta and (before := meta["config"]["global_batch_size"]) != config.global_batch_size:
         message = "global_batch_size: %d -> %d, from sample %d on; rate and unsharing still go by updates"
         logger.warning(message, before, config.global_batch_size, meta["samples_seen"])
@@ -320,7 +348,7 @@ def _announce(
         logger.warning(
             "unshare.check_every=%d is more than max_steps=%d: nothing will unshare", every, config.max_steps
         )
-    begin = f"goes on from {start}" if start is not None else "starts"
+    begin = f"goes on from {origin.start}" if origin.start is not None else "starts"
     logger.info("%s at step %d of %d", begin, state.counters.step, config.max_steps)
 
 

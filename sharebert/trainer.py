@@ -21,7 +21,6 @@ from sharebert.evaluate import Evaluator
 from sharebert.launch import StopSignals
 from sharebert.metrics import Recorder, row_is_regular
 from sharebert.precision import Precision
-from sharebert.schedule import learning_rate
 from sharebert.train_state import TrainState
 from sharebert.update import NonFiniteError, Update, Updater
 
@@ -177,7 +176,7 @@ class Trainer:
         seconds = max(1e-9, self._watch.seconds - self._row_begin) / self._row_updates  # a clock may stand still
         values = {
             "train/loss": counters.row_loss_sum / counters.row_loss_updates,
-            "train/lr": learning_rate(counters.step - 1, self.config.optim, self.config.max_steps),
+            "train/lr": self.updater.rate,
             "train/grad_norm": float(self._grad_norm),
             "train/skipped_updates": counters.skipped_updates,
             "perf/tokens_per_second": sequences * self.config.data.seq_len / seconds,

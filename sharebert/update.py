@@ -77,6 +77,8 @@ class Updater:
         self.ratio = UpdateProbe()
         self.is_patient = True
         """Whether an update is short enough to be finished once a stop is asked for."""
+        self.rate = 0.0
+        """Learning rate of the last update."""
         self._micro_batch_size = config.engine.micro_batch_size
         self._precision = precision
         self._should_stop = should_stop
@@ -169,7 +171,10 @@ class Updater:
         scaler.unscale_(optimizer)
         self.state.sharing.average_gradients()
         grad_norm = clip_gradients(self._parameters, self._copies, optim.clip_norm)
-        set_learning_rate(optimizer, learning_rate(self.state.counters.step, optim, self.config.max_steps))
+        self.rate = learning_rate(self.state.counters.step, optim, self.config.max_steps)
+        if self.state.sharing.phase != "unshared":
+            self.rate *= self.config.unshare.shared_lr_factor
+        set_learning_rate(optimizer, self.rate)
         if measures_ratio:
             self.ratio.before(self._probed_parameters)
         scaler.step(optimizer)

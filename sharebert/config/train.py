@@ -167,6 +167,9 @@ class UnshareConfig:
     """For `adaptive` and `multi_step`: from this update on nothing shares, whatever the correlations; null: never."""
     optimizer_state: str = "copy"
     """At unsharing each layer's optimizer state is a `copy` of the shared one (the literal algorithm), or `reset`."""
+    shared_lr_factor: float = 1.0
+    """Multiplies the learning rate as long as any layers share. The method has none (1): under AdamW a shared weight
+    moves as far as any other, but in all its layers at once."""
     initial: str = "independent"
     """For `never`: layers start `independent` (as an ordinary BERT) or from the `same` weights."""
     prefix_cache: Optional[str] = None
@@ -179,7 +182,9 @@ class UnshareConfig:
         check_choice("unshare.policy", self.policy, POLICIES)
         check_choice("unshare.optimizer_state", self.optimizer_state, ("copy", "reset"))
         check_choice("unshare.initial", self.initial, ("independent", "same"))
-        check_positive("unshare.", self, "step", "unit_layers", "check_every", "patience", "latest_step")
+        check_positive(
+            "unshare.", self, "shared_lr_factor", "step", "unit_layers", "check_every", "patience", "latest_step"
+        )
         check_fraction("unshare.", self, "fraction")
         check(-1.0 < self.threshold < 1.0, "unshare.threshold", self.threshold, "a number between -1 and 1")
         check(self.earliest_step >= 0, "unshare.earliest_step", self.earliest_step, "a number of at least 0")

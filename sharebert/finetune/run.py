@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import shutil
 from pathlib import Path
@@ -88,6 +89,7 @@ def _enter(run: RunFolder, config: FinetuneConfig, device: torch.device) -> tupl
         refuse_other_configuration(saved, resolved, run.path)
         if is_finished:
             _refuse_other_encoder(run, Path(str(config.encoder)))
+            _drop_checkpoints(run, config)  # a kill may have come just before it
             return start, True
     if start is not None:
         step = checkpoint.read_meta(start)["step"]
@@ -151,19 +153,15 @@ def _train(
     checkpoints = CheckpointFolder(run.checkpoints, keep_last=1, keep_every=None)
     tokenizer = (folder / TOKENIZER_FILE).read_bytes()
 
-    def save() -> None:
-        distributed.on_rank_zero(
-            lambda: checkpoints.save(
-                tensors=state_tensors(model),
-                training_state={
-                    "optimizer": optimizer_state_by_name(model, optimizer),
-                    "counters": dict(vars(counters)),
-                },
-                tokenizer=tokenizer,
-                meta=_describe(config, schedule, model, counters, hashes, recorder.wandb_run_id),
-            )
+    def write() -> None:
+        checkpoints.save(
+            tensors=state_tensors(model),
+            training_state={"optimizer": optimizer_state_by_name(model, optimizer), "counters": dict(vars(counters))},
+            tokenizer=tokenizer,
+            meta=_describe(config, schedule, model, counters, hashes, recorder.wandb_run_id),
         )
 
+    save = functools.partial(distributed.on_rank_zero, write)
     loop = Loop(config, schedule, problem, model, optimizer, counters, precision, recorder, save, stop)
     if distributed.rank() == 0:
         _announce(config, schedule, problem, model, counters, start)
@@ -174,13 +172,23 @@ def _train(
             run.write_failure(error, counters.step)
         raise
     if distributed.rank() == 0:
-        outcome = "finished" if is_finished else "stopped"
-        reason = "" if is_finished else stop.received or "asked on another rank"
-        run.write_status(outcome, counters.step, reason)
-        logger.info("%s at step %d of %d: %s", outcome, counters.step, schedule.max_steps, run.path)
-        if is_finished and not config.checkpoint.keep_finished:
-            shutil.rmtree(run.checkpoints, ignore_errors=True)
+        _leave(run, loop, is_finished, stop.received or "asked on another rank")
     return EXIT_FINISHED if is_finished else EXIT_STOPPED
+
+
+def _leave(run: RunFolder, loop: Loop, is_finished: bool, stop_reason: str) -> None:
+    """Rank 0: the folder says how it ended."""
+    outcome, step = "finished" if is_finished else "stopped", loop.counters.step
+    run.write_status(outcome, step, "" if is_finished else stop_reason)
+    logger.info("%s at step %d of %d: %s", outcome, step, loop.schedule.max_steps, run.path)
+    if is_finished:
+        _drop_checkpoints(run, loop.config)
+
+
+def _drop_checkpoints(run: RunFolder, config: FinetuneConfig) -> None:
+    """Of a finished run, unless they are asked for."""
+    if not config.checkpoint.keep_finished:
+        shutil.rmtree(run.checkpoints, ignore_errors=True)
 
 
 def _claim(run: RunFolder, config: FinetuneConfig, model: torch.nn.Module, step: int) -> None:

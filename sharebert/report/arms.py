@@ -36,6 +36,7 @@ SHORT_NAMES = {
     "unshare.threshold": "\N{GREEK SMALL LETTER RHO}",
     "unshare.check_every": "check every",
     "unshare.optimizer_state": "state",
+    "unshare.shared_lr_factor": "shared rate x",
     "max_steps": "T",
     "optim.lr": "peak",
     "data.seq_len": "length",
