@@ -89,7 +89,7 @@ def compose(verb: str, primary: str, kind: type, arguments: Sequence[str]) -> Re
             if shows_all or isinstance(error, BrokenPipeError):
                 raise
             raise ConfigError(_explain(error, kind)) from error
-    if is_multirun and not cells and not {"--help", "-h", "--hydra-help"} & set(arguments):
+    if is_multirun and not cells:
         # glob() that matches nothing: Hydra runs nothing, and says nothing.
         raise ConfigError(f"{' '.join(arguments)}: the sweep has no runs, expected one or more")
     return Request(cells, is_multirun)
@@ -134,7 +134,7 @@ def _flags_first(arguments: Sequence[str]) -> list[str]:
     return flags + settings
 
 
-def run_name(given: str | None, choices: Mapping[str, str]) -> str:
+def run_name(given: str | None, choices: Mapping[str, str | None]) -> str:
     """The run's name: as given, else the experiment's, else `run`.
 
     Args:
@@ -144,8 +144,13 @@ def run_name(given: str | None, choices: Mapping[str, str]) -> str:
     >>> run_name(None, {"experiment": "paper/table1_swe_f"}) == run_name(None, {"experiment/paper": "table1_swe_f"})
     True
     """
-    chosen = [f"{group}/{name}" for group, name in choices.items() if f"{group}/".startswith("experiment/")]
+    chosen = [f"{group}/{name}" for group, name in choices.items() if is_experiment(group) and name is not None]
     return given or "-".join(chosen).removeprefix("experiment/").replace("/", "-") or "run"
+
+
+def is_experiment(group: str) -> bool:
+    """Whether a group holds experiments: `experiment`, or a folder of it."""
+    return f"{group}/".startswith("experiment/")
 
 
 def job_folder(overrides: Sequence[str], arguments: Sequence[str] = ()) -> str:
@@ -162,8 +167,11 @@ def job_folder(overrides: Sequence[str], arguments: Sequence[str] = ()) -> str:
     'unshare.step-50_max_steps-150'
     """
     is_named = any(override.startswith("run_name=") for override in overrides)
-    in_path = ("run_name", "output_dir") if is_named else ("run_name", "output_dir", "experiment")
-    named = [item for item in overrides if item.lstrip("+~").split("=")[0] not in in_path] or list(overrides)
+    keys = {item: item.lstrip("+~").split("=")[0] for item in overrides}
+    in_path = {
+        key for key in keys.values() if key in ("run_name", "output_dir") or (not is_named and is_experiment(key))
+    }
+    named = [item for item in overrides if keys[item] not in in_path] or list(overrides)
     named.sort(key=lambda item: (item in arguments, item))
     text = "_".join(item.lstrip("+~") for item in named).replace("=", "-")
     name = re.sub(r"[^A-Za-z0-9._-]", "-", text).lstrip("-.")

@@ -227,6 +227,7 @@ def test_a_contradiction_is_refused_within_seconds_and_without_importing_torch(t
         (["unshare.step=50", "max_steps=150"], "max_steps-150_unshare.step-50"),
         (["max_steps=150", "unshare.step=50"], "max_steps-150_unshare.step-50"),
         (["output_dir=b", "+experiment=demo", "seed=1"], "seed-1"),
+        (["+experiment/paper=table1_swe_f", "seed=1"], "seed-1"),
         (["run_name=a", "output_dir=b", "+experiment=demo", "seed=1"], "experiment-demo_seed-1"),
         (["optim.lr=1e-4"], "optim.lr-1e-4"),
     ],
@@ -264,11 +265,11 @@ def test_names_of_jobs_need_no_quoting_and_stay_apart() -> None:
         (None, {"model": "bert_base", "experiment": "demo"}, "demo"),
         (None, {"experiment": "mine/first"}, "mine-first"),
         (None, {"experiment/mine": "first"}, "mine-first"),
-        (None, {"model": "bert_base"}, "run"),
+        (None, {"model": "bert_base", "experiment": None}, "run"),
     ],
 )
 def test_a_run_is_named_as_given_else_after_its_experiment(
-    given: str | None, choices: dict[str, str], name: str
+    given: str | None, choices: dict[str, str | None], name: str
 ) -> None:
     assert run_name(given, choices) == name
 

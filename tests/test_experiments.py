@@ -48,6 +48,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return OmegaConf.to_container(loaded)  # type: ignore[return-value]
 
 
+def read_body(experiment: str) -> dict[str, Any]:
+    """What an experiment sets in its body or in that of the experiment from which it starts, flat."""
+    content = read_yaml(CONF / f"experiment/{experiment}.yaml")
+    above = [default for default in content.pop("defaults") if isinstance(default, str)]
+    inherited = (read_body(name.removeprefix("/experiment/")) for name in above)
+    return {**dict(item for body in inherited for item in body.items()), **flatten(content)}
+
+
 def choices_of(group: str) -> list[str]:
     """The files of a group."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
@@ -65,9 +73,9 @@ def test_an_experiment_composes_to_what_its_file_says(experiment: str) -> None:
         assert result[key] == (float(value) if isinstance(result[key], float) else value), key
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", [*EXPERIMENTS, "paper/table1_swe_a", "paper/table2_swe_f"])
 def test_every_choice_of_unshare_and_data_wins_over_the_experiment(experiment: str) -> None:
-    body = flatten(read_yaml(CONF / f"experiment/{experiment}.yaml"))
+    body = read_body(experiment)
     every = (choices_of("unshare"), choices_of("data"))
     for unshare, data in zip(*(itertools.islice(itertools.cycle(c), max(map(len, every))) for c in every), strict=True):
         config, _ = compose(f"+experiment={experiment}", f"unshare={unshare}", f"data={data}", *NEEDED.get(data, []))
@@ -87,10 +95,11 @@ def test_an_experiment_opens_with_the_command_that_runs_it(experiment: str) -> N
     compose(*shlex.split(second)[3:])
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", [*EXPERIMENTS, *(f"paper/{name}" for name in PAPER)])
 def test_an_experiment_chooses_groups_through_its_defaults_only(experiment: str) -> None:
     content = read_yaml(CONF / f"experiment/{experiment}.yaml")
-    assert all(key.startswith("override /") for default in content.pop("defaults") for key in default)
+    choices = [default for default in content.pop("defaults") if not isinstance(default, str)]
+    assert all(key.startswith("override /") for default in choices for key in default)
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
     assert all(isinstance(content[key], Mapping) for key in groups & set(content)), "a group chosen in the body"
     forbidden = {key for key in flatten(content) if key.split(".")[-1] in ("policy", "source", "name")}

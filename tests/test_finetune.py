@@ -337,8 +337,8 @@ def test_help_shows_the_tasks_and_inspect_shows_a_run(
         assert "eval/accuracy" in capsys.readouterr().out
     assert main(["export", str(run / "checkpoints/latest"), str(tmp_path / "b")]) == EXIT_FAILED
     assert "a checkpoint of fine-tuning; expected one of pretraining" in capsys.readouterr().err
-    assert finetune(tmp_path, encoder, *table, "run_name=a") == EXIT_FINISHED  # nobody wants them any more
-    assert not (run / "checkpoints").exists()
+    assert finetune(tmp_path, encoder, *table, "run_name=a") == EXIT_FINISHED
+    assert (run / "checkpoints/latest").exists()  # they were asked for
     (run / "model/model.safetensors").write_bytes(b"")
     assert main(["inspect", str(run)]) == EXIT_FAILED
     assert "checksum does not fit results.json" in capsys.readouterr().err

@@ -14,10 +14,12 @@ from conftest import Train
 from safetensors.torch import load_file
 
 from sharebert.checkpoint import list_checkpoints, load_training_state, read_meta
+from sharebert.config import TrainConfig, from_dict, to_dict
 from sharebert.data.sampler import rank_samples
 from sharebert.evaluate import Evaluator
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 from sharebert.metrics import read_metrics
+from sharebert.run_folder import configuration_differences
 from sharebert.update import Updater
 
 
@@ -246,6 +248,14 @@ def test_another_configuration_is_refused_with_the_differing_keys(
     assert "unshare.step: 2 -> 3" in message
     assert "checkpoint" not in message.split("another configuration")[1].split("expected the same")[0]
     assert "micro_batch_size" not in message
+
+
+def test_a_setting_that_came_after_a_run_was_saved_counts_as_its_default() -> None:
+    saved = to_dict(TrainConfig())
+    del saved["unshare"]["shared_lr_factor"]
+    assert configuration_differences(saved, TrainConfig()) == []
+    other = from_dict(TrainConfig, {"unshare": {"shared_lr_factor": 0.5}})
+    assert configuration_differences(saved, other) == ["unshare.shared_lr_factor: 1.0 -> 0.5"]
 
 
 def test_settings_that_change_no_number_may_differ_on_resume(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:

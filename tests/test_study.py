@@ -246,7 +246,7 @@ def test_a_study_with_a_failed_run_ends_with_its_status(here: Path, monkeypatch:
 
     monkeypatch.setattr(runs, "start", start)
     assert main(["--steps", "small"]) == EXIT_FAILED
-    assert (here / "outputs/study/characters-small/report/index.html").is_file()
+    assert "missing" in (here / "outputs/study/characters-small/report/report.md").read_text()
 
 
 def test_a_wrong_setting_is_refused_before_anything_runs(
@@ -255,6 +255,8 @@ def test_a_wrong_setting_is_refused_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     assert main(["--settings", "optim.lrr=1"]) == EXIT_USAGE
     assert "study: optim.lrr: no such key" in capsys.readouterr().err
+    assert main(["--valid", "nothing.txt"]) == EXIT_USAGE
+    assert "study: --valid: 'nothing.txt' matches no file" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -63,6 +63,25 @@ def test_evaluations_logs_and_saves_change_nothing(tmp_path: Path) -> None:
     assert_same_bits(trained(quiet, tmp_path)[0], trained(busy, tmp_path)[0])
 
 
+def test_another_rate_while_layers_share(tmp_path: Path) -> None:
+    def rates(factor: float) -> list[float]:
+        unshare = {"step": 3, "shared_lr_factor": factor}
+        return trained(small_config(max_steps=4, unshare=unshare, logging={"every_steps": 1}), tmp_path)[1].series(
+            "train/lr"
+        )
+
+    def moved(factor: float) -> torch.Tensor:
+        unshare = {"policy": "always", "shared_lr_factor": factor}
+        trainer, _ = build_trainer(small_config(max_steps=1, unshare=unshare, optim={"name": "sgd"}), tmp_path)
+        before = weights(trainer)
+        assert trainer.fit(windows(trainer.config, tmp_path))
+        return torch.cat([(after - before[name]).flatten() for name, after in weights(trainer).items()])
+
+    usual = rates(1.0)
+    assert rates(0.5) == pytest.approx([0.5 * usual[0], 0.5 * usual[1], usual[2], usual[3]])
+    torch.testing.assert_close(moved(0.5), 0.5 * moved(1.0), rtol=1e-3, atol=1e-7)
+
+
 def test_dropout_does_not_repeat_between_updates_or_micro_batches(tmp_path: Path) -> None:
     def losses(**engine: int) -> list[float]:
         config = small_config(model={"dropout": 0.5}, unshare={"step": 1}, engine=engine, max_steps=2)

@@ -168,8 +168,8 @@ class UnshareConfig:
     optimizer_state: str = "copy"
     """At unsharing each layer's optimizer state is a `copy` of the shared one (the literal algorithm), or `reset`."""
     shared_lr_factor: float = 1.0
-    """Multiplies the learning rate as long as any layers share. The method has none (1): under AdamW a shared weight
-    moves as far as any other, but in all its layers at once."""
+    """Multiplies the learning rate, of all parameters, as long as any layers share. The paper has no such factor (1):
+    under AdamW a shared weight moves as far as any other, but in all its layers at once."""
     initial: str = "independent"
     """For `never`: layers start `independent` (as an ordinary BERT) or from the `same` weights."""
     prefix_cache: Optional[str] = None

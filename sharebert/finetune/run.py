@@ -89,7 +89,8 @@ def _enter(run: RunFolder, config: FinetuneConfig, device: torch.device) -> tupl
         refuse_other_configuration(saved, resolved, run.path)
         if is_finished:
             _refuse_other_encoder(run, Path(str(config.encoder)))
-            _drop_checkpoints(run, config)  # a kill may have come just before it
+            if not saved["checkpoint"]["keep_finished"]:
+                _drop_checkpoints(run, config)  # a kill may have come just before it
             return start, True
     if start is not None:
         step = checkpoint.read_meta(start)["step"]

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_prep.text_files import find_files
 from sharebert.config import ConfigError
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 from sharebert.log import set_up_logging
-from sharebert.study.plan import EXPERIMENTS, build_jobs, describe_plan, seconds_per_update, study_folder
+from sharebert.study.plan import EXPERIMENTS, Job, build_jobs, describe_plan, seconds_per_update, study_folder
 from sharebert.study.runs import run_jobs
 
 
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logging(rank=0)
     try:
         jobs = build_jobs(options)
+        find_files(options.valid, "--valid")  # now, not after hours
         folder = study_folder(options)
         num_parallel = options.parallel or (1 if options.device == "cuda" else 2)
         print(describe_plan(jobs, folder, num_parallel, seconds_per_update(jobs[0].config)), flush=True)
@@ -33,22 +35,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if outcome.is_stopped:
             print("stopped; the same command goes on", flush=True)
             return EXIT_STOPPED
-        _report(options, folder)
     except ConfigError as error:
         print(f"study: {error}", file=sys.stderr)
         return EXIT_USAGE
-    return EXIT_FAILED if outcome.failed else EXIT_FINISHED
+    return max(_report(options, jobs, folder), EXIT_FAILED if outcome.failed else EXIT_FINISHED)
 
 
-def _report(options: argparse.Namespace, folder: Path) -> None:
-    """Write `<folder>/report`, with the final figures on --valid where that is given."""
+def _report(options: argparse.Namespace, jobs: Sequence[Job], folder: Path) -> int:
+    """Write `<folder>/report` of all runs there, with the final figures on --valid; returns the exit status."""
     from sharebert.report.run import compare, print_tables, write_report  # these import torch
     from sharebert.study.held_out import evaluate_on_files
 
-    comparison = compare([folder], None)
+    try:
+        comparison = compare([folder, *(job.folder for job in jobs)], None)  # also those that left no folder
+    except ConfigError as error:
+        print(f"study: {error}", file=sys.stderr)
+        return EXIT_FAILED
     extra = [evaluate_on_files(comparison, options.valid, options.device)] if options.valid else []
     write_report(comparison, folder / "report", is_named=False, extra=extra)
     print_tables(comparison, folder / "report", extra)
+    return EXIT_FINISHED
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,7 +63,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", choices=("full", "small"), default="full", help="small: minutes, says nothing")
     parser.add_argument("--device", choices=tuple(EXPERIMENTS), default="cpu", help="which experiment, and where")
     parser.add_argument("--corpus", nargs="+", help="text files or globs (default: documentation of this Python)")
-    parser.add_argument("--valid", nargs="+", help="text files on which the final checkpoints are evaluated besides")
+    parser.add_argument(
+        "--valid", nargs="+", default=[], help="text files on which the final checkpoints are evaluated besides"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 1 2 3; with --steps small 1 2")
     parser.add_argument("--arms", nargs="+", help="only these (default: all)")
     parser.add_argument(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from sharebert.checkpoint import CheckpointError
+from sharebert.data.format import DataError
 from sharebert.evaluate_text import evaluate_files
 from sharebert.report.arms import Arm
 from sharebert.report.compare import spread
@@ -17,8 +19,12 @@ MAX_SEQUENCES = 4000
 
 def evaluate_on_files(comparison: Comparison, files: Sequence[str], device: str) -> Section:
     """A section with loss and accuracy of every arm's complete runs on `files`, as `sharebert evaluate` has them."""
-    rows = [_row(arm, [_figures(run, files, device) for run in arm.complete]) for arm in comparison.arms]
-    text = [f"The last checkpoint of every complete run on {', '.join(files)}: text that no run has seen."]
+    names = ", ".join(files)
+    text = [f"The last checkpoint of every complete run on {names}, of which {MAX_SEQUENCES:,} sequences at most."]
+    try:
+        rows = [_row(arm, [_figures(run, files, device) for run in arm.complete]) for arm in comparison.arms]
+    except (CheckpointError, DataError) as error:  # the report is worth having without these figures
+        return Section("Other held-out text", [f"Not evaluated: {error}"])
     return Section("Other held-out text", text, Table(["arm", "seeds", "held-out loss", "accuracy %"], rows))
 
 
