@@ -96,7 +96,7 @@ usage: sharebert VERB [arguments]
                sharebert finetune -m +grid=glue task=rte encoder=my-bert
   report     compare runs: curves, tables and the speed-up, as one page
                sharebert report outputs/* --output report
-  deep-linear  the paper's theory on deep linear networks, run and plotted, in a minute
+  deep-linear  the paper's theory on deep linear networks, run and plotted in half a minute
                sharebert deep-linear run_name=theory
 
   sharebert VERB --help       settings or flags of a verb

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import traceback
@@ -183,7 +182,7 @@ def configuration_differences(saved: Mapping[str, Any], current: RunConfig) -> l
 
     A key that the saved configuration lacks came with a later version, which behaves as before at its default.
     """
-    before, now = {**_defaults(type(current)), **flatten(saved)}, flatten(to_dict(current))
+    before, now = {**flatten(to_dict(type(current)())), **flatten(saved)}, flatten(to_dict(current))
     names = (*MAY_DIFFER, "global_batch_size") if now.get("checkpoint.accept_other_batch") else MAY_DIFFER
     differences = []
     for key in sorted({*before, *now}):
@@ -191,11 +190,6 @@ def configuration_differences(saved: Mapping[str, Any], current: RunConfig) -> l
         if not may_differ and before.get(key) != now.get(key):
             differences.append(f"{key}: {before.get(key)} -> {now.get(key)}")
     return differences
-
-
-@functools.cache
-def _defaults(kind: type[RunConfig]) -> dict[str, Any]:
-    return flatten(to_dict(kind()))
 
 
 def refuse_other_configuration(saved: Mapping[str, Any], current: RunConfig, run: Path) -> None:

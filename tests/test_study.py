@@ -124,6 +124,9 @@ def test_the_plan_says_what_will_run_and_for_how_long(all_jobs: list[Job], tmp_p
     assert "| swe_f | fixed at 80 | 800 | 1,638,400 | 0.20 | 5, 7 | 0 |" in text
     assert "| swe_a | adaptive, checks every 20 | 800 |" in text
     assert "4,800 updates to go, 2 run(s) at a time: about 0.60 hours" in text  # 1,600 + 4 x 800
+    deep = dataclasses.replace(jobs[-1], arm="deep", config=jobs_of("--settings", "model.num_layers=24")[0].config)
+    row = next(line for line in describe_plan([*jobs, deep], tmp_path, 2, 0.9).splitlines() if "| deep" in line)
+    assert float(row.split("|")[5]) == pytest.approx(0.8, rel=0.1)  # 24 layers instead of 12
     assert "no CUDA device" in describe_plan(jobs, tmp_path, 1, seconds=None)
 
 

@@ -88,9 +88,8 @@ def _flow_claims(results: Results) -> list[Claim]:
             where = f"{run.target}, L = {num_layers}, to t = {end:g}"
             holds = run.closeness <= 1.0 + FLOW_SLACK
             found.append(Claim(f"R/R(0) ≤ {rule}", where, f"≤ {run.bound[-1]:.2g}", _small(run.losses[-1]), holds))
-        if run.method == SHARED.name:
-            target = f"{run.target} (not symmetric)" if run.target == "no root" else run.target
-            found.append(_lemma_claim(f"{target}, L = {num_layers}, continuous time", run.lemma_error))
+        if run.method == SHARED.name and run.target != "no root":  # Lemma 1 is about symmetric targets: see the notes
+            found.append(_lemma_claim(f"{run.target}, L = {num_layers}, continuous time", run.lemma_error))
     return found
 
 

@@ -80,7 +80,8 @@ def build_jobs(options: argparse.Namespace) -> list[Job]:
     """
     common = [f"+experiment={EXPERIMENTS[options.device]}", f"engine.device={options.device}"]
     if options.corpus:
-        common += ["data=text_files", f"data.files=[{','.join(options.corpus)}]"]
+        files = ",".join(f"'{name}'" for name in options.corpus)  # quoted: a name may hold commas or spaces
+        common += ["data=text_files", f"data.files=[{files}]"]
     common += [*(SMALL if options.steps == "small" else ()), *options.settings]
     chosen = arms(_compose(common).max_steps)
     for text in options.arm:
@@ -140,6 +141,16 @@ def _vocabulary_size(config: TrainConfig) -> int:
     return vocabulary_size(load_given_tokenizer(Path(config.data.tokenizer), config.data.lowercase))
 
 
+def _operations(config: TrainConfig) -> int:
+    """Of an update."""
+    from sharebert.data.masking import num_slots
+    from sharebert.flops import flops_per_update  # imports torch
+
+    slots = num_slots(config.data.seq_len, config.masking.probability)
+    sizes = (config.data.seq_len, slots, _vocabulary_size(config), config.global_batch_size)
+    return flops_per_update(config.model, *sizes)
+
+
 def _describe(config: TrainConfig) -> str:
     unshare, step = config.unshare, resolve_unshare_step(config)
     checks = f", checks every {unshare.check_every}" if unshare.check_every else ""
@@ -147,22 +158,30 @@ def _describe(config: TrainConfig) -> str:
 
 
 def describe_plan(jobs: Sequence[Job], folder: Path, num_parallel: int, seconds: float | None) -> str:
-    """What will be run, and for how long."""
-    rows = []
+    """What will be run, and for how long.
+
+    Args:
+        jobs: all of them.
+        folder: of the study.
+        num_parallel: jobs at a time.
+        seconds: an update of the first job takes; those of others by their operations. None: unknown.
+    """
+    rows, left = [], 0.0
     for name in dict.fromkeys(job.arm for job in jobs):
         of_arm = [job for job in jobs if job.arm == name]
         config, finished = of_arm[0].config, sum(job.is_finished for job in of_arm)
         tokens = config.max_steps * config.global_batch_size * config.data.seq_len
-        cost = "?" if seconds is None else f"{seconds * config.max_steps / 3600:.2f}"
+        hours = (seconds or 0.0) * config.max_steps * _operations(config) / _operations(jobs[0].config) / 3600
+        left += hours * (len(of_arm) - finished)
+        cost = "?" if seconds is None else f"{hours:.2f}"
         seeds = ", ".join(str(job.seed) for job in of_arm)
         cells = [_describe(config), f"{config.max_steps:,}", f"{tokens:,}", cost, seeds, str(finished)]
         rows.append([name, *cells])
     table = markdown_table(["arm", "unshare", "updates", "tokens", "hours a run", "seeds", "finished"], rows)
-    left = sum(job.config.max_steps for job in jobs if not job.is_finished)
+    updates = sum(job.config.max_steps for job in jobs if not job.is_finished)
     if seconds is None:
         cost = "there is no CUDA device here, so nothing was timed"
     else:
-        hours = seconds * left / num_parallel / 3600
-        cost = f"{seconds:.3f} s an update, measured; {left:,} updates to go, {num_parallel} run(s) at a time"
-        cost += f": about {hours:.2f} hours, evaluation and start-up not counted"
+        cost = f"{seconds:.3f} s an update, measured; {updates:,} updates to go, {num_parallel} run(s) at a time"
+        cost += f": about {left / num_parallel:.2f} hours, evaluation and start-up not counted"
     return f"{table}\n\n{cost}\nruns and report: {folder}\n"
