@@ -40,7 +40,8 @@ MADE_BY_A_RUN = {
 }
 MADE_BY_OTHER_VERBS = {
     *("sweep.csv", "sweep.md", "jobs/", "report/index.html"),
-    *("report.md", "arms.csv", "curves.csv", "runs.csv", "depth.png", "table.md", "results.json"),
+    *("report.md", "arms.csv", "curves.csv", "runs.csv", "speed_up.csv", "differences.csv"),
+    *("depth.png", "table.md", "results.json"),
     *("model/", "predictions/", "submission/", "summary.md", "summary.csv"),
 }
 OF_THE_USER = {"tokenizer.json", "vocab.txt", ".txt", ".jsonl", ".parquet"}

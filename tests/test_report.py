@@ -20,21 +20,25 @@ from sharebert.cli import main
 from sharebert.config import POLICIES, ConfigError, TrainConfig, UnshareConfig, from_dict, to_dict
 from sharebert.launch import EXIT_FINISHED, EXIT_USAGE
 from sharebert.model.bert import Bert
-from sharebert.report.arms import POLICY_NAMES, USED_BY, Arm, group_into_arms
+from sharebert.report.arms import POLICY_NAMES, USED_BY, Arm, common_unsharing, group_into_arms
 from sharebert.report.compare import (
+    Spread,
     choose_baseline,
     difference_curve,
+    differing_settings,
     final,
     find_twin,
     first_at_or_below,
     mean_curve,
+    pair_by_seed,
     paired_difference,
     speed_up,
     spread,
 )
+from sharebert.report.content import show_hours, show_unsharing, show_updates
 from sharebert.report.page import Section, Table, as_html, as_markdown
 from sharebert.report.read import Evaluation, Run, find_run_folders, read_runs, seconds_at
-from sharebert.report.similarity import compare_layers, read_similarity
+from sharebert.report.similarity import compare_layers, read_similarity, similarity_of_arm
 
 VOCABULARY = 20
 LAYERS = 4
@@ -116,7 +120,7 @@ def add_checkpoint(folder: Path, config: TrainConfig, equal_layers: bool) -> Non
 
 
 def test_spread_is_mean_and_sample_deviation() -> None:
-    found = spread([1.0, 2.0, 4.5, math.nan])
+    found = spread([1.0, 2.0, 4.5])
     assert found is not None
     assert (found.mean, found.count) == (2.5, 3)
     assert found.deviation == pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 2.0**2) / 2))
@@ -124,13 +128,18 @@ def test_spread_is_mean_and_sample_deviation() -> None:
     assert alone is not None
     assert alone.deviation is None
     assert spread([]) is None
+    assert spread([1.0, math.nan]) is None  # the mean of the known would pass for that of all
 
 
 def test_only_complete_runs_count_in_a_final_figure() -> None:
     arm = an_arm({1: [4, 3, 2.0], 2: [4, 3, 2.4]})
     stopped = Run("r3", Path("r3"), "stopped", "", 20, settings(seed=3), arm.runs[0].evaluations[:2])
-    (arm,), _ = group_into_arms([*arm.runs, stopped])
-    assert len(arm.runs) == 3
+    others = [
+        dataclasses.replace(a_run(settings(seed=seed), [4, 1, 1], f"r{seed}"), state=state)
+        for seed, state in ((4, "failed"), (5, "damaged"), (6, "running"))
+    ]
+    (arm,), _ = group_into_arms([*arm.runs, stopped, *others])
+    assert len(arm.runs) == 6
     found = final(arm, lambda point: point.loss)
     assert found is not None
     assert (found.mean, found.count) == (pytest.approx(2.2), 2)
@@ -161,17 +170,33 @@ def test_the_first_evaluation_at_or_below_the_target_counts(
     assert (found and (found.updates, found.hours)) == (expected and pytest.approx(expected))
 
 
-def test_a_speed_up_is_given_where_every_run_gets_there() -> None:
-    baseline = an_arm({1: [4, 3, 2], 2: [4, 3, 2]})
-    fast = speed_up(an_arm({1: [4, 2, 1], 2: [4, 2, 1]}, unshare__policy="always"), baseline, 2.0)
-    assert (fast.updates_ratio, fast.hours_ratio) == (pytest.approx(2), pytest.approx(2))
-    half = speed_up(an_arm({1: [4, 2, 1], 2: [4, 3, 2.5]}, unshare__policy="always"), baseline, 2.0)
-    assert half.updates is not None
-    assert (half.updates.mean, half.updates.count, half.num_runs, half.updates_ratio) == (20, 1, 2, None)
-    none = speed_up(an_arm({1: [4, 3, 2.5], 2: [4, 2.1, 2.2]}, unshare__policy="always"), baseline, 2.0)
-    assert none.updates is None
-    assert none.shortfall is not None
-    assert none.shortfall.mean == pytest.approx((0.5 + 0.1) / 2)
+def test_a_speed_up_is_measured_seed_by_seed() -> None:
+    # the baseline comes to its final loss at update 40 with seed 1, and already at 20 with seed 2
+    baseline = an_arm({1: [4, 3, 2], 2: [4, 2.4, 2.4]})
+    copy = speed_up(an_arm({1: [4, 3, 2], 2: [4, 2.4, 2.4]}), baseline)
+    assert copy.updates_ratio == copy.hours_ratio == Spread(1.0, 0.0, 2)
+    # seed 1: 2 at update 20, so 40 / 20; seed 2: 2.4 halfway from 0 to 20, so 20 / 10
+    fast = speed_up(an_arm({1: [4, 2, 1], 2: [3.4, 1.4, 1]}, unshare__policy="always"), baseline)
+    assert fast.updates == Spread(15.0, pytest.approx(math.sqrt(50)), 2)
+    assert fast.updates_ratio == Spread(pytest.approx(2.0), pytest.approx(0.0), 2)
+    # seed 2: 2.4 at update 20, so 20 / 20, whatever comes after
+    mixed = speed_up(an_arm({1: [4, 2, 1], 2: [3, 2.4, 3]}, unshare__policy="always"), baseline)
+    assert mixed.updates_ratio == Spread(pytest.approx(1.5), pytest.approx(math.sqrt(0.5)), 2)
+    assert mixed.hours_ratio == Spread(pytest.approx(1.5), pytest.approx(math.sqrt(0.5)), 2)
+
+
+def test_a_ratio_needs_every_complete_run_and_no_other() -> None:
+    baseline = an_arm({1: [4, 3, 2], 2: [4, 3, 2.4]})
+    half = speed_up(an_arm({1: [4, 2, 1], 2: [4, 3, 2.5]}, unshare__policy="always"), baseline)
+    assert half.updates == Spread(20, None, 1)
+    assert (len(half.races), half.updates_ratio) == (2, None)
+    assert half.shortfall == Spread(pytest.approx(0.1), None, 1)
+    arm = an_arm({1: [4, 2, 1], 2: [4, 1, 1]}, unshare__policy="always")
+    lucky = dataclasses.replace(arm.runs[1], state="running")
+    found = speed_up(dataclasses.replace(arm, runs=(arm.runs[0], lucky)), baseline)
+    assert [race.run.settings.seed for race in found.races] == [1]
+    (alone,) = speed_up(an_arm({3: [4, 3.2, 2.2]}, unshare__policy="always"), baseline).races
+    assert (alone.goal.is_of_seed, alone.goal.loss, alone.updates_ratio) == (False, pytest.approx(2.2), 1.0)
 
 
 def test_a_mean_curve_has_the_steps_that_all_seeds_have() -> None:
@@ -180,13 +205,35 @@ def test_a_mean_curve_has_the_steps_that_all_seeds_have() -> None:
     assert (curve.steps, curve.mean, curve.lowest, curve.highest) == ([0, 20, 40], [5, 4, 2.5], [4, 3, 2], [6, 5, 3])
     assert curve.hours == pytest.approx([0, 0.2, 0.4])
     others = an_arm({1: [4, 2.5, 2]}, unshare__policy="always")
-    assert difference_curve(others, an_arm({1: [4, 3, 2], 2: [9, 9, 9]}), lambda p: p.loss).mean == [0, -0.5, 0]
+    pairs = pair_by_seed(others.runs, an_arm({1: [4, 3, 2], 2: [9, 9, 9]}).runs)
+    assert difference_curve(pairs, lambda p: p.loss).mean == [0, -0.5, 0]
 
 
 def test_seconds_are_linear_between_rows_and_unknown_beyond_them() -> None:
     clock = [(0, 0.0), (10, 5.0), (30, 25.0)]
     assert [seconds_at(step, clock) for step in (0, 5, 10, 20, 30)] == [0.0, 2.5, 5.0, 15.0, 25.0]
     assert math.isnan(seconds_at(31, clock))
+
+
+def test_hours_and_points_of_unsharing_are_shown_short() -> None:
+    assert [show_hours(spread(hours)) for hours in ([0.1241, 0.1243], [12.34], [123.4], [math.nan])] == [
+        "0.124 ± 0.000",
+        "12.3",
+        "123",
+        "-",
+    ]
+    assert [show_updates(steps) for steps in ((), (80,), (5, 1200), (5, 6, 7, 1200))] == [
+        "-",
+        "80",
+        "5, 1,200",
+        "5 to 1,200 (4 times)",
+    ]
+    arm = an_arm({1: [4, 3], 2: [4, 3], 3: [4, 3]}, unshare__policy="multi_step", unshare__check_every=2)
+    points = ((10, 30), (12, 34), ())
+    runs = tuple(dataclasses.replace(run, unshare_points=steps) for run, steps in zip(arm.runs, points, strict=True))
+    shown = show_unsharing(dataclasses.replace(arm, runs=runs))
+    assert shown == "11 ± 1 to 32 ± 3 (2 of 3 seeds)"
+    assert show_unsharing(arm) == "-"
 
 
 def test_layers_are_compared_by_their_matrices() -> None:
@@ -223,6 +270,20 @@ def test_arms_are_named_by_policy_and_by_what_differs() -> None:
     low, high = (settings(unshare__policy="adaptive", unshare__check_every=5, unshare__threshold=t) for t in (0.3, 0.7))
     rho = "\N{GREEK SMALL LETTER RHO}"
     assert names_of(low, high, never) == ["baseline", f"SWE-A, {rho}=0.3", f"SWE-A, {rho}=0.7"]
+    slower = settings(unshare__policy="fixed", unshare__step=8, unshare__shared_lr_factor=0.3)
+    names = names_of(fixed, slower, never, settings(unshare__shared_lr_factor=0.3))
+    assert names == ["baseline", "SWE-F τ=8, shared rate x1", "SWE-F τ=8, shared rate x0.3"]
+
+
+def test_the_recipe_has_what_arms_that_share_have_in_common() -> None:
+    arms, _ = group_into_arms(
+        [
+            a_run(settings(unshare__policy="fixed", unshare__step=8, unshare__shared_lr_factor=0.3), [4, 3]),
+            a_run(settings(unshare__policy="always", unshare__shared_lr_factor=0.3), [4, 3]),
+            a_run(settings(unshare__policy="fixed", unshare__step=9, unshare__shared_lr_factor=0.3), [4, 3]),
+        ]
+    )
+    assert common_unsharing(arms) == {"unit_layers": 1, "shared_lr_factor": 0.3, "optimizer_state": "copy"}
 
 
 def test_every_policy_has_a_name_and_the_settings_it_looks_at() -> None:
@@ -272,6 +333,9 @@ def test_the_baseline_is_the_arm_that_never_shares_with_most_updates() -> None:
     assert choose_baseline(arms, "r0") is arms[1]
     assert choose_baseline(arms, "always shared, T=90") is arms[2]
     assert choose_baseline(arms[2:], None) is None
+    running = dataclasses.replace(chosen, runs=(dataclasses.replace(chosen.runs[0], state="running"),))
+    assert choose_baseline([running, *arms[1:]], None) is arms[1]
+    assert choose_baseline([running], None) is running
     with pytest.raises(ConfigError, match=r"--baseline='alway shared, T=90': .*did you mean 'always shared, T=90'"):
         choose_baseline(arms, "alway shared, T=90")
 
@@ -284,6 +348,8 @@ def test_a_twin_is_equal_but_for_unsharing() -> None:
     assert twin is not None
     assert twin.runs[0].name == "r0"
     assert find_twin(twin, arms) is None
+    other = next(arm for arm in arms if arm.runs[0].name == "r3")
+    assert [differing_settings(shared, arm) for arm in (arms[0], other)] == [[], ["optim.lr"]]
 
 
 # ---------------------------------------------------------------------- run folders in any state
@@ -301,6 +367,12 @@ def test_a_run_folder_is_read(tmp_path: Path) -> None:
     similarity = read_similarity(run)
     assert not isinstance(similarity, str)
     assert similarity.cosine == pytest.approx(torch.ones(LAYERS, LAYERS).numpy())
+    other = dataclasses.replace(run, path=tmp_path, config=dataclasses.replace(config, seed=config.seed + 1))
+    (arm,), _ = group_into_arms([run, other])
+    title, mean, note = similarity_of_arm(arm)
+    assert title == "SWE-F τ=10 (1 of 2 seeds)"
+    assert note == f"no checkpoint of step 40 (seed {config.seed + 1})"
+    assert mean is not None
 
 
 def spoil_nothing(run: Path) -> None:
@@ -431,9 +503,11 @@ def test_the_page_says_what_the_runs_say(report: Path) -> None:
     text = re.sub(" +", " ", (report / "report.md").read_text(encoding="utf-8"))  # cells are padded
     assert "| baseline, T=80 | 2 | 80 |" in text
     assert "| 2.0150 ± 0.0071 |" in text
-    # 2.5 at update 20, 1.91 or 1.92 at 40: 36.4 and 36.7 updates to 2.015
-    assert re.search(r"\| SWE-F τ=20, T=40 \| 2 of 2 \| 37 ± 0 \| 2\.1[89] \|", text)
-    assert re.search(r"\| SWE-M, T=40 \| 0 of 1 \| not reached \| - \| - \| - \| 0\.4850 \|", text)
+    # to 2.01 (seed 1) and 2.02 (seed 2), from 2.5 at update 20 and 1.91 or 1.92 at 40: 36.6 and 36.6 updates
+    row = r"1, 2 \| 2 of 2 \| 37 ± 0 \| 2\.19 ± 0\.00 \| 0\.366 ± 0\.000 \| 2\.19 ± 0\.00 \| - \| - \|"
+    assert re.search(r"\| SWE-F τ=20, T=40 \| " + row, text)
+    assert re.search(r"\| SWE-M, T=40 \| none \(not complete: \d+\) \| - \| - \|", text)
+    assert "| SWE-F τ=20, T=40 | 2 | 40 | 20 ± 0 |" in text
     assert "| SWE-F τ=20, T=40 | baseline, T=40 | 2 | -0.1000 ± 0.0000 | +1.00 ± 0.00 |" in text
     assert re.search(r"\| nowhere \| missing \|.*no such folder \|", text)
     for name in re.findall(r"!\[.*?\]\((.*?)\)", text):
@@ -441,15 +515,32 @@ def test_the_page_says_what_the_runs_say(report: Path) -> None:
 
 
 def test_the_numbers_are_there_for_programs(report: Path) -> None:
-    with (report / "arms.csv").open(encoding="utf-8") as file:
-        arms = {row["arm"]: row for row in csv.DictReader(file)}
+    arms = {row["arm"]: row for row in read_csv(report / "arms.csv")}
     assert float(arms["baseline, T=80"]["loss_mean"]) == pytest.approx(2.015)
     assert arms["baseline, T=80"]["is_baseline"] == "1"
-    assert float(arms["SWE-F τ=20, T=40"]["updates_ratio"]) == pytest.approx(80 / 36.55, abs=0.01)
-    with (report / "curves.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["run"] == "base-1"]
-    assert [int(row["tokens"]) for row in rows] == [step * 64 * 16 for step in (0, 20, 40, 60, 80)]
-    assert (report / "runs.csv").is_file()
+    ratios = [80 / (20 + 20 * 0.49 / 0.59), 80 / (20 + 20 * 0.48 / 0.58)]
+    assert float(arms["SWE-F τ=20, T=40"]["updates_ratio_mean"]) == pytest.approx(sum(ratios) / 2)
+    assert float(arms["SWE-F τ=20, T=40"]["updates_ratio_deviation"]) == pytest.approx((ratios[1] - ratios[0]) / 2**0.5)
+    curves = [row for row in read_csv(report / "curves.csv") if row["run"] == "base-1"]
+    assert [int(row["tokens"]) for row in curves] == [step * 64 * 16 for step in (0, 20, 40, 60, 80)]
+    races = {row["run"]: row for row in read_csv(report / "speed_up.csv")}
+    assert [float(races[name]["updates_ratio"]) for name in ("swe-1", "swe-2")] == pytest.approx(ratios)
+    assert [races["swe-1"][name] for name in ("target", "target_is_of_this_seed", "baseline_updates")] == [
+        "2.01",
+        "1",
+        "80.0",
+    ]
+    differences = {(row["run"], row["minus_run"]): row for row in read_csv(report / "differences.csv")}
+    assert float(differences["swe-2", "half-2"]["loss"]) == pytest.approx(-0.1)
+    runs = {row["run"]: row for row in read_csv(report / "runs.csv")}
+    assert [runs["swe-1"][name] for name in ("step", "unshared_at", "is_complete", "loss")] == ["40", "20", "1", "1.91"]
+    assert (runs["nowhere"]["seed"], runs["nowhere"]["loss"], runs["multi & <co>"]["is_complete"]) == ("", "", "0")
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows of a table by their column's name."""
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def test_where_nothing_can_be_read_the_request_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -478,14 +569,18 @@ def test_without_matplotlib_the_tables_are_written_and_the_extra_is_named(
     write_run(tmp_path / "b", settings(evaluation__max_sequences=9), [4, 3])
     rows = (tmp_path / "b/metrics.jsonl").read_text().replace('"eval/targets": 500.0', '"eval/targets": 9.0')
     (tmp_path / "b/metrics.jsonl").write_text(rows)
-    arguments = ["report", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "out")]
+    write_run(tmp_path / "c", settings(seed=7), [4, 3])
+    silent = (tmp_path / "c/metrics.jsonl").read_text().replace("eval/targets", "eval/other")
+    (tmp_path / "c/metrics.jsonl").write_text(silent)
+    arguments = ["report", *(str(tmp_path / name) for name in "abc"), "--output", str(tmp_path / "out")]
     assert main(arguments) == EXIT_FINISHED
     shown = capsys.readouterr()
     assert "pip install 'sharebert[plot]'" in shown.err
     assert "baseline, max_sequences=9" in shown.out
     page = (tmp_path / "out/index.html").read_text(encoding="utf-8")
     assert "<img" not in page
-    assert "not evaluated on the same held-out tokens" in page
+    assert re.search(r"not evaluated on the same held-out tokens, .* be compared: a; b\.", page)
+    assert "The pictures are missing: they need matplotlib." in page
     assert "no spread" in page
 
 

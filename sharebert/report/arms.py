@@ -14,13 +14,14 @@ from sharebert.run_folder import MAY_DIFFER
 COMPARED_AFTER_ALL = ("data.files", "data.hf_path", "data.tokenizer", "engine.device", "evaluation.max_sequences")
 """May differ on a resume, where other checks stand in; two runs that differ in them are not the same experiment."""
 
-WATCHING = ("unit_layers", "optimizer_state", "check_every", "threshold", "patience", "earliest_step", "latest_step")
+UNSHARING = ("unit_layers", "shared_lr_factor", "optimizer_state")
+WATCHING = (*UNSHARING, "check_every", "threshold", "patience", "earliest_step", "latest_step")
 USED_BY = {
-    "fixed": ("unit_layers", "optimizer_state", "step"),
+    "fixed": (*UNSHARING, "step"),
     "adaptive": WATCHING,
     "multi_step": WATCHING,
     "never": ("initial",),
-    "always": ("unit_layers",),
+    "always": ("unit_layers", "shared_lr_factor"),
 }
 """Settings of unsharing that a policy looks at (checks are a diagnostic under most); others are used by all."""
 
@@ -36,7 +37,6 @@ SHORT_NAMES = {
     "unshare.threshold": "\N{GREEK SMALL LETTER RHO}",
     "unshare.check_every": "check every",
     "unshare.optimizer_state": "state",
-    "unshare.shared_lr_factor": "shared rate x",
     "max_steps": "T",
     "optim.lr": "peak",
     "data.seq_len": "length",
@@ -66,7 +66,7 @@ class Arm:
 
     @property
     def complete(self) -> tuple[Run, ...]:
-        """Runs that were evaluated after their last update: only these count in a mean."""
+        """Runs that are finished: only these count in a mean."""
         return tuple(run for run in self.runs if run.is_complete)
 
 
@@ -125,11 +125,24 @@ def name_arms(runs: Sequence[Run]) -> list[str]:
         for key, value in flat.items():
             values.setdefault(key, set()).add(str(value))
     differing = {key for key, found in values.items() if len(found) > 1} - {"unshare.policy"}
-    if "model.name" in differing:
-        differing = {key for key in differing if not key.startswith("model.") or key == "model.name"}
+    differing = by_preset(differing)
     names = [_name(run.settings, flat, differing) for run, flat in zip(runs, settings, strict=True)]
     repeated = {name for name in names if names.count(name) > 1}
     return [f"{name} ({run.name})" if name in repeated else name for name, run in zip(names, runs, strict=True)]
+
+
+def by_preset(keys: set[str]) -> set[str]:
+    """Without the single settings of the model where its preset is among the keys."""
+    return {key for key in keys if key == "model.name" or not ("model.name" in keys and key.startswith("model."))}
+
+
+def common_unsharing(arms: Sequence[Arm]) -> dict[str, Any]:
+    """Settings of unsharing that are the same in all arms whose policy looks at them."""
+    values: dict[str, list[Any]] = {}
+    for arm in arms:
+        for key in USED_BY[arm.policy]:
+            values.setdefault(key, []).append(arm.settings[f"unshare.{key}"])
+    return {key: found[0] for key, found in values.items() if all(value == found[0] for value in found)}
 
 
 def _name(config: TrainConfig, settings: dict[str, Any], differing: set[str]) -> str:
@@ -152,6 +165,8 @@ def _describe(key: str, value: Any) -> str:
         return str(value)
     if key == "unshare.initial":
         return f"{value} start"
+    if key == "unshare.shared_lr_factor":
+        return f"shared rate x{value:g}"
     shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
     name = SHORT_NAMES.get(key, key.split(".")[-1])
     return f"{name} {shown}" if name in ("length", "state", "check every") else f"{name}={shown}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from sharebert.config import ConfigError, near_match
-from sharebert.report.arms import Arm
+from sharebert.report.arms import Arm, by_preset
 from sharebert.report.read import Evaluation, Run
 
 Figure = Callable[[Evaluation], float]
@@ -26,9 +26,9 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Of all values that are numbers; None without any."""
-    known = [value for value in values if not math.isnan(value)]
-    if not known:
+    """Of all values; None without any, and where one is NaN: the mean of the others would pass for that of all."""
+    known = list(values)
+    if not known or any(map(math.isnan, known)):
         return None
     return Spread(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
 
@@ -38,13 +38,18 @@ def final(arm: Arm, figure: Figure) -> Spread | None:
     return spread(figure(run.evaluations[-1]) for run in arm.complete)
 
 
-def paired_difference(arm: Arm, reference: Arm, figure: Figure) -> Spread | None:
-    """Final figure minus that of the reference's run of the same seed, over the seeds that both completed.
+def pair_by_seed(runs: Sequence[Run], references: Sequence[Run]) -> list[tuple[Run, Run]]:
+    """Each run with the reference's run of the same seed, where there is one.
 
-    Equal seeds have the same data order and masks, so the spread of the difference is smaller than that of either.
+    Equal seeds have the same data order and masks, so the spread of a difference is smaller than that of either.
     """
-    others = {run.settings.seed: run for run in reference.complete}
-    pairs = [(run, others[run.settings.seed]) for run in arm.complete if run.settings.seed in others]
+    others = {run.settings.seed: run for run in references}
+    return [(run, others[run.settings.seed]) for run in runs if run.settings.seed in others]
+
+
+def paired_difference(arm: Arm, reference: Arm, figure: Figure) -> Spread | None:
+    """Final figure minus that of the reference's run of the same seed, over the seeds that both completed."""
+    pairs = pair_by_seed(arm.complete, reference.complete)
     return spread(figure(run.evaluations[-1]) - figure(other.evaluations[-1]) for run, other in pairs)
 
 
@@ -53,8 +58,8 @@ def choose_baseline(arms: Sequence[Arm], name: str | None) -> Arm | None:
 
     Args:
         arms: all of them.
-        name: of an arm or of one of its runs. None: of the arms that never share, that with most updates, then most
-            complete runs, then the lowest final loss.
+        name: of an arm or of one of its runs. None: of the arms that never share, one with a complete run where there
+            is one, of those that with most updates, then most complete runs, then the lowest final loss.
 
     Returns:
         None where `name` is and no arm never shares.
@@ -72,21 +77,29 @@ def choose_baseline(arms: Sequence[Arm], name: str | None) -> Arm | None:
 
     def rank(arm: Arm) -> tuple[float, ...]:
         loss = final(arm, lambda point: point.loss)
-        return (-arm.config.max_steps, -len(arm.complete), math.inf if loss is None else loss.mean)
+        final_loss = math.inf if loss is None else loss.mean
+        return (not arm.complete, -arm.config.max_steps, -len(arm.complete), final_loss)
 
     return min(never, key=rank, default=None)
 
 
+def _without_unsharing(arm: Arm) -> dict[str, object]:
+    return {key: value for key, value in arm.settings.items() if not key.startswith("unshare.")}
+
+
 def find_twin(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     """The arm that never shares and is equal to `arm` in everything else, the number of updates included."""
-
-    def other_settings(arm: Arm) -> dict[str, object]:
-        return {key: value for key, value in arm.settings.items() if not key.startswith("unshare.")}
-
     if arm.policy == "never":
         return None
-    never = [other for other in arms if other.policy == "never" and other_settings(other) == other_settings(arm)]
+    own = _without_unsharing(arm)
+    never = [other for other in arms if other.policy == "never" and _without_unsharing(other) == own]
     return max(never, key=lambda other: len(other.complete), default=None)
+
+
+def differing_settings(arm: Arm, other: Arm) -> list[str]:
+    """Settings in which two arms differ, but for unsharing and the number of updates."""
+    one, two = _without_unsharing(arm), _without_unsharing(other)
+    return sorted(by_preset({key for key in one | two if one.get(key) != two.get(key)} - {"max_steps"}))
 
 
 @dataclass(frozen=True)
@@ -114,39 +127,102 @@ def first_at_or_below(evaluations: Sequence[Evaluation], target: float) -> Reach
 
 
 @dataclass(frozen=True)
+class Goal:
+    """What a run is measured against: the final loss of the baseline's run of its seed, and where that came to it."""
+
+    loss: float
+    reached: Reached
+    is_of_seed: bool
+    """Else the mean over the baseline's seeds stands in."""
+
+
+def find_goal(seed: int, baseline: Arm) -> Goal | None:
+    """For the runs of a seed; None: no run of the baseline is complete."""
+    goals = {run.settings.seed: _goal_of(run) for run in baseline.complete}
+    if seed in goals or not goals:
+        return goals.get(seed)
+    updates = statistics.fmean(goal.reached.updates for goal in goals.values())
+    hours = statistics.fmean(goal.reached.hours for goal in goals.values())
+    return Goal(statistics.fmean(goal.loss for goal in goals.values()), Reached(updates, hours), is_of_seed=False)
+
+
+def _goal_of(run: Run) -> Goal:
+    loss = run.evaluations[-1].loss
+    reached = first_at_or_below(run.evaluations, loss)
+    assert reached is not None  # at its last evaluation, if not before
+    return Goal(loss, reached, is_of_seed=True)
+
+
+@dataclass(frozen=True)
+class Race:
+    """A complete run and its goal."""
+
+    run: Run
+    goal: Goal
+    reached: Reached | None
+
+    @property
+    def shortfall(self) -> float:
+        """Its final loss minus the goal's."""
+        return self.run.evaluations[-1].loss - self.goal.loss
+
+    @property
+    def updates_ratio(self) -> float:
+        """The baseline's updates over the run's; NaN where the run does not get there."""
+        return self.goal.reached.updates / self.reached.updates if self.reached and self.reached.updates else math.nan
+
+    @property
+    def hours_ratio(self) -> float:
+        """The same of hours; NaN also where they are unknown."""
+        return self.goal.reached.hours / self.reached.hours if self.reached and self.reached.hours else math.nan
+
+
+@dataclass(frozen=True)
 class SpeedUp:
-    """How soon the runs of an arm come down to the baseline's final loss."""
+    """How soon the complete runs of an arm come down to the baseline's final loss."""
 
     arm: Arm
-    updates: Spread | None
-    """Over the runs that reach it."""
-    hours: Spread | None
-    num_runs: int
-    """Runs that could: those that are complete, or reached it before."""
-    shortfall: Spread | None
-    """Where none reaches it: loss of the best evaluation minus the target."""
-    updates_ratio: float | None
-    """Baseline's updates over the arm's mean; None unless every run reaches the target."""
-    hours_ratio: float | None
+    races: tuple[Race, ...]
+    """By seed."""
+    differs_in: list[str]
+    """Settings besides unsharing and the number of updates in which the arm is not as the baseline."""
+
+    @property
+    def reached(self) -> list[Reached]:
+        """Of the runs that get there."""
+        return [race.reached for race in self.races if race.reached is not None]
+
+    @property
+    def updates(self) -> Spread | None:
+        """Until a run gets there, over those that do."""
+        return spread(found.updates for found in self.reached)
+
+    @property
+    def hours(self) -> Spread | None:
+        """The same in hours."""
+        return spread(found.hours for found in self.reached)
+
+    @property
+    def updates_ratio(self) -> Spread | None:
+        """Seed by seed; None unless every complete run gets there. So is `hours_ratio`."""
+        return spread(race.updates_ratio for race in self.races)
+
+    @property
+    def hours_ratio(self) -> Spread | None:
+        """The baseline's hours over the run's."""
+        return spread(race.hours_ratio for race in self.races)
+
+    @property
+    def shortfall(self) -> Spread | None:
+        """Over the runs that do not get there."""
+        return spread(race.shortfall for race in self.races if race.reached is None)
 
 
-def speed_up(arm: Arm, baseline: Arm, target: float) -> SpeedUp:
-    """Measure `arm` against `target`, the mean of the baseline's final losses."""
-    reached = {run.name: first_at_or_below(run.evaluations, target) for run in arm.runs}
-    runs = [run for run in arm.runs if run.is_complete or reached[run.name] is not None]
-    there = [found for run in runs if (found := reached[run.name]) is not None]
-    updates, hours = spread(found.updates for found in there), spread(found.hours for found in there)
-    baseline_hours = final(baseline, lambda point: point.hours)
-    all_reach = bool(there) and len(there) == len(runs)
-    return SpeedUp(
-        arm,
-        updates,
-        hours,
-        len(runs),
-        None if there else spread(min(point.loss for point in run.evaluations) - target for run in runs),
-        baseline.config.max_steps / updates.mean if all_reach and updates and updates.mean else None,
-        baseline_hours.mean / hours.mean if all_reach and baseline_hours and hours and hours.mean else None,
-    )
+def speed_up(arm: Arm, baseline: Arm) -> SpeedUp:
+    """Measure the complete runs of `arm`, each against the baseline's run of its seed and by the same rule."""
+    goals = [(run, find_goal(run.settings.seed, baseline)) for run in arm.complete]
+    races = [Race(run, goal, first_at_or_below(run.evaluations, goal.loss)) for run, goal in goals if goal is not None]
+    return SpeedUp(arm, tuple(races), differing_settings(arm, baseline))
 
 
 @dataclass(frozen=True)
@@ -169,11 +245,8 @@ def mean_curve(runs: Sequence[Run], figure: Figure) -> Curve:
     return Curve(steps, hours, *([choose(row) for row in values] for choose in (statistics.fmean, min, max)))
 
 
-def difference_curve(arm: Arm, reference: Arm, figure: Figure) -> Curve:
-    """The figure minus the reference's, paired by seed, at the steps that all of these runs were evaluated."""
-    runs = arm.complete or arm.runs
-    others = {run.settings.seed: run for run in (reference.complete or reference.runs)}
-    pairs = [(run, others[run.settings.seed]) for run in runs if run.settings.seed in others]
+def difference_curve(pairs: Sequence[tuple[Run, Run]], figure: Figure) -> Curve:
+    """The first run's figure minus the second's, at the steps that all of these runs were evaluated."""
     by_step = [
         ({p.step: figure(p) for p in run.evaluations}, {p.step: figure(p) for p in other.evaluations})
         for run, other in pairs

@@ -13,7 +13,7 @@ import numpy as np
 
 from sharebert.curves import GREY, new_figure, save_figure
 from sharebert.report.arms import Arm
-from sharebert.report.compare import Curve, Figure, difference_curve, find_twin, mean_curve
+from sharebert.report.compare import Curve, Figure, difference_curve, find_twin, mean_curve, pair_by_seed
 from sharebert.report.read import Run
 from sharebert.report.similarity import LayerSimilarity
 from sharebert.share_map import COLOURS, paint_share_map
@@ -49,6 +49,16 @@ AGAINST = (
 )
 
 
+@dataclass(frozen=True)
+class Line:
+    """The mean of complete runs of an arm, or one run that does not count in it."""
+
+    arm: Arm
+    runs: tuple[Run, ...]
+    curve: Curve
+    is_complete: bool
+
+
 def styles(arms: Sequence[Arm]) -> dict[str, dict[str, Any]]:
     """Colour and dashes of each arm, by name."""
     rounds = [(color, dash) for dash in DASHES for color in PALETTE]
@@ -71,10 +81,10 @@ def draw_curves_of_arms(arms: Sequence[Arm], path: Path, figure_of: Figure, labe
     if (figure := new_figure(path.name, WIDTH, 7.6 + 0.22 * math.ceil(len(arms) / 3))) is None:
         return False
     panels = figure.subplots(2, 2, sharey=True)
-    style = styles(arms)
+    panels[0][0].set_ylim(*_range(arms, figure_of))
+    style, lines = styles(arms), [line for arm in arms for line in _lines(arm, figure_of)]
     for axis, against in zip(panels.flat, AGAINST, strict=True):
-        for arm in arms:
-            _draw_arm(axis, arm, against, figure_of, style[arm.name])
+        _draw_lines(axis, lines, against, style)
         if target is not None:
             axis.axhline(target, color=GREY, linewidth=1, linestyle=":", label="baseline's final mean")
         _finish(axis, against.label)
@@ -82,36 +92,44 @@ def draw_curves_of_arms(arms: Sequence[Arm], path: Path, figure_of: Figure, labe
             axis.xaxis.set_major_formatter(_prefixes())
     for axis in panels[:, 0]:
         axis.set_ylabel(label)
-    panels[0][0].set_ylim(*_range(arms, figure_of))
     _legend_below(figure, panels[0][0])
     save_figure(figure, path)
     return True
 
 
-def _draw_arm(axis: Any, arm: Arm, against: Axis, figure_of: Figure, style: dict[str, Any]) -> None:
-    """Mean and range of the complete runs, or of all where none is; each other run as a thin line."""
-    runs = arm.complete or arm.runs
-    curve = mean_curve(runs, figure_of)
-    places = against.of(arm, curve)
-    _draw_band(axis, places, curve, arm.name, style)
-    for run in arm.runs:
-        if run not in runs:
-            alone = mean_curve([run], figure_of)
-            axis.plot(against.of(arm, alone), alone.mean, linewidth=0.8, alpha=0.6, **style)
-    _draw_marks(axis, runs, places, curve, style)
+def _lines(arm: Arm, figure_of: Figure) -> list[Line]:
+    """The mean of the complete runs, then each other run."""
+    mean = [Line(arm, arm.complete, mean_curve(arm.complete, figure_of), is_complete=True)] if arm.complete else []
+    others = [run for run in arm.runs if not run.is_complete]
+    return mean + [Line(arm, (run,), mean_curve([run], figure_of), is_complete=False) for run in others]
 
 
-def _draw_band(axis: Any, places: list[float], curve: Curve, name: str, style: dict[str, Any]) -> None:
-    axis.plot(places, curve.mean, label=name, linewidth=1.8, **style)
-    axis.fill_between(places, curve.lowest, curve.highest, color=style["color"], alpha=0.18, linewidth=0)
+def _draw_lines(axis: Any, lines: Sequence[Line], against: Axis, style: dict[str, dict[str, Any]]) -> None:
+    """Means thick, with the range of the runs as a band; what is not complete thin; points of unsharing on all."""
+    labelled = set()
+    for line in lines:
+        name, places = line.arm.name, against.of(line.arm, line.curve)
+        label = "_nolegend_" if name in labelled else name if line.is_complete else f"{name} (not complete)"
+        labelled.add(name)
+        width, alpha = (1.8, 1.0) if line.is_complete else (0.8, 0.8)
+        axis.plot(places, line.curve.mean, label=label, linewidth=width, alpha=alpha, **style[name])
+        color = style[name]["color"]
+        axis.fill_between(places, line.curve.lowest, line.curve.highest, color=color, alpha=0.18, linewidth=0)
+        _draw_marks(axis, line, places, color)
 
 
-def _draw_marks(axis: Any, runs: Sequence[Run], places: list[float], curve: Curve, style: dict[str, Any]) -> None:
-    """Each point of unsharing of each run, on the mean curve."""
-    for step in sorted({step for run in runs for step in run.unshare_points}):
-        if curve.steps and curve.steps[0] <= step <= curve.steps[-1]:
-            x, y = np.interp(step, curve.steps, places), np.interp(step, curve.steps, curve.mean)
-            axis.plot([x], [y], marker="v", markersize=7, color=style["color"], markeredgecolor="white", zorder=5)
+def _draw_marks(axis: Any, line: Line, places: list[float], color: str) -> None:
+    """Each point of unsharing of each run, on the curve; at the edge where that lies outside."""
+    (lowest, highest), steps = axis.get_ylim(), line.curve.steps
+    margin = 0.02 * (highest - lowest)
+    form = (
+        {"markersize": 7, "zorder": 6} if line.is_complete else {"markersize": 5, "zorder": 5, "markeredgewidth": 0.4}
+    )
+    for step in sorted({step for run in line.runs for step in run.unshare_points}):
+        if steps and steps[0] <= step <= steps[-1]:
+            x, y = np.interp(step, steps, places), np.interp(step, steps, line.curve.mean)
+            inside = min(max(y, lowest + margin), highest - margin)
+            axis.plot([x], [inside], "v", color=color, markeredgecolor="white", **form)
 
 
 def _range(arms: Sequence[Arm], figure_of: Figure) -> tuple[float, float]:
@@ -153,26 +171,36 @@ def draw_finals(arms: Sequence[Arm], baseline: Arm | None, path: Path) -> bool:
 
 def draw_differences(arms: Sequence[Arm], path: Path) -> bool:
     """Loss minus that of the equal run that never shares, along the updates; whether it was drawn."""
-    pairs = [(arm, twin) for arm in arms if (twin := find_twin(arm, arms)) is not None]
-    curves = [(arm, difference_curve(arm, twin, lambda point: point.loss)) for arm, twin in pairs]
-    curves = [(arm, curve) for arm, curve in curves if len(curve.steps) > 1]
-    if not curves or (figure := new_figure(path.name, WIDTH, 4.2 + 0.22 * math.ceil(len(curves) / 3))) is None:
+    lines = [line for arm in arms if (twin := find_twin(arm, arms)) for line in _difference_lines(arm, twin)]
+    height = 4.2 + 0.22 * math.ceil(len({line.arm.name for line in lines}) / 3)
+    if not lines or (figure := new_figure(path.name, WIDTH, height)) is None:
         return False
-    axis, style = figure.subplots(), styles(arms)
-    begin = SHOWN_FROM * max(curve.steps[-1] for _, curve in curves)
-    shown = [0.0]
-    for arm, curve in curves:
-        _draw_band(axis, list(map(float, curve.steps)), curve, arm.name, style[arm.name])
-        _draw_marks(axis, arm.complete or arm.runs, list(map(float, curve.steps)), curve, style[arm.name])
+    begin, shown = SHOWN_FROM * max(line.curve.steps[-1] for line in lines), [0.0]
+    for curve in (line.curve for line in lines):
         first = bisect_left(curve.steps, begin)
         shown += curve.lowest[first:] + curve.highest[first:]
-    axis.axhline(0, color=GREY, linewidth=1)
+    axis = figure.subplots()
     axis.set_ylim(*_with_margin(shown))
-    axis.set_ylabel("loss minus baseline's (nats)")
-    _finish(axis, "updates")
+    _draw_lines(axis, lines, AGAINST[0], styles(arms))
+    axis.axhline(0, color=GREY, linewidth=1)
+    axis.set_ylabel("loss minus that of the run of the same seed\nthat never shares, for as many updates (nats)")
+    _finish(axis, AGAINST[0].label)
     _legend_below(figure, axis)
     save_figure(figure, path)
     return True
+
+
+def _difference_lines(arm: Arm, twin: Arm) -> list[Line]:
+    """The mean over the pairs of runs that are both complete, then each other pair."""
+    pairs = pair_by_seed(arm.runs, twin.runs)
+    complete = [pair for pair in pairs if all(run.is_complete for run in pair)]
+    groups = [(complete, True)] if complete else []
+    groups += [([pair], False) for pair in pairs if pair not in complete]
+    lines = [
+        Line(arm, tuple(run for run, _ in group), difference_curve(group, lambda point: point.loss), is_complete)
+        for group, is_complete in groups
+    ]
+    return [line for line in lines if len(line.curve.steps) > 1]
 
 
 def draw_similarity(found: Sequence[tuple[str, LayerSimilarity]], path: Path) -> bool:

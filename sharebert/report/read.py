@@ -83,8 +83,9 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it was evaluated after its last update."""
-        return self.is_readable and self.evaluations[-1].step == self.settings.max_steps
+        """Whether it is finished, and was evaluated after its last update."""
+        is_finished = self.is_readable and self.state == "finished"
+        return is_finished and self.evaluations[-1].step == self.settings.max_steps
 
     @property
     def settings(self) -> TrainConfig:

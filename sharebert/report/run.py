@@ -6,6 +6,7 @@ import argparse
 import csv
 import io
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ from sharebert.launch import EXIT_FINISHED
 from sharebert.provenance import command_line
 from sharebert.report import content, draw
 from sharebert.report.arms import group_into_arms
-from sharebert.report.compare import choose_baseline, final
+from sharebert.report.compare import Spread, choose_baseline, final, pair_by_seed
 from sharebert.report.content import Comparison, accuracy_of, hours_of, loss_of
 from sharebert.report.page import Section, as_html, as_markdown
 from sharebert.report.read import find_run_folders, read_runs
-from sharebert.report.similarity import LayerSimilarity, mean_similarity, read_similarity
+from sharebert.report.similarity import LayerSimilarity, similarity_of_arm, similarity_table
 from sharebert.table import markdown_table
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def compare(paths: Sequence[Path], baseline: str | None) -> Comparison:
 
 
 def write_report(comparison: Comparison, folder: Path, is_named: bool, extra: Sequence[Section] = ()) -> None:
-    """Write `index.html`, `report.md`, three CSV files and the pictures to `folder`.
+    """Write `index.html`, `report.md`, the CSV files and the pictures to `folder`.
 
     Args:
         comparison: what is reported.
@@ -95,10 +96,11 @@ def write_report(comparison: Comparison, folder: Path, is_named: bool, extra: Se
     title = f"Comparison of {content.count(len(comparison.arms), 'arm')}"
     write_atomically(folder / "report.md", as_markdown(title, sections))
     write_atomically(folder / "index.html", as_html(title, sections))
-    for name, table in (("arms", _arms_csv(comparison)), ("curves", _curves_csv(comparison))):
-        _write_csv(folder / f"{name}.csv", table)
-    runs = content.all_runs(comparison)
-    _write_csv(folder / "runs.csv", [runs.head, *runs.rows])
+    _write_csv(folder / "arms.csv", _arms_csv(comparison))
+    _write_csv(folder / "runs.csv", _runs_csv(comparison))
+    _write_csv(folder / "curves.csv", _curves_csv(comparison))
+    _write_csv(folder / "speed_up.csv", _speed_up_csv(comparison))
+    _write_csv(folder / "differences.csv", _differences_csv(comparison))
 
 
 def print_tables(comparison: Comparison, folder: Path, extra: Sequence[Section] = ()) -> None:
@@ -125,7 +127,8 @@ def _differences(comparison: Comparison, folder: Path) -> list[Section]:
     is_drawn = draw.draw_differences(comparison.arms, picture)
     caption = (
         "Held-out loss minus that of the run with the same seed and number of updates that never shares, along the "
-        "updates: mean and range over the seeds. Below zero is better."
+        "updates: mean and range over the seeds as a band; thin lines are runs that are not complete, or whose "
+        "counterpart is not. Triangles mark unsharing. Below zero is better."
     )
     return [Section(section.title, section.text, section.table, picture if is_drawn else None, caption)]
 
@@ -142,8 +145,9 @@ def _curves(comparison: Comparison, folder: Path) -> list[Section]:
         if draw.draw_curves_of_arms(comparison.arms, picture, figure_of, label, level):
             caption = (
                 f"{title} against updates, tokens, measured hours and floating-point operations: mean over seeds as a "
-                "line, their range as a band; triangles mark unsharing; thin lines are runs that are not complete. The "
-                "first fifth of the longest run may lie outside."
+                "thick line, their range as a band; triangles mark unsharing. Thin lines are runs that are not "
+                "complete: no part of a mean. The first fifth of the longest run may lie outside; triangles that do "
+                "are set at the edge."
             )
             sections.append(Section(title, [], None, picture, caption))
     return sections
@@ -154,29 +158,32 @@ def _weights(comparison: Comparison, folder: Path) -> list[Section]:
     found: list[tuple[str, LayerSimilarity]] = []
     text = [
         "From each complete run's last checkpoint, over the weight matrices of a layer as one vector, norms and biases "
-        "left out; mean over seeds. Distance: size of the difference over the root mean square of both sizes; 0 for "
-        "equal layers, 1.41 for unrelated ones."
+        "left out; mean over the seeds (how many, where not all could be compared). Distance: size of the difference "
+        "over the root mean square of both sizes; 0 for equal layers, 1.41 for unrelated ones."
     ]
     for arm in comparison.arms:
-        read = [read_similarity(run) for run in arm.complete]
-        measured = [item for item in read if isinstance(item, LayerSimilarity)]
-        if measured:
-            found.append((arm.name, mean_similarity(measured)))
-        elif read:
-            text.append(f"{arm.name}: {read[0]}.")
+        title, similarity, note = similarity_of_arm(arm)
+        if similarity is not None:
+            found.append((title, similarity))
+        if note:
+            text.append(f"{arm.name}: {note}.")
     if not found:
         return []
     picture = folder / "similarity.png"
     is_drawn = draw.draw_similarity(found, picture)
     caption = "Cosine between the weights of every two layers at the end."
-    table = content.similarity_table(found)
+    table = similarity_table(found)
     return [Section("Similarity of layers", text, table, picture if is_drawn else None, caption)]
 
 
 def _share_maps(comparison: Comparison, folder: Path) -> list[Section]:
-    """One map for each arm that made checks: that of its first run."""
-    chosen = [(arm, next((run for run in arm.runs if run.checks), None)) for arm in comparison.arms]
-    runs = [(f"{arm.name}, seed {run.settings.seed}", run) for arm, run in chosen if run is not None]
+    """One map for each arm that made checks: that of its first complete run, else of its first."""
+    chosen = [(arm, next((run for run in (*arm.complete, *arm.runs) if run.checks), None)) for arm in comparison.arms]
+    runs = [
+        (f"{arm.name}, seed {run.settings.seed}{'' if run.is_complete else ' (not complete)'}", run)
+        for arm, run in chosen
+        if run is not None
+    ]
     picture = folder / "share_maps.png"
     if not draw.draw_share_maps(runs, picture):
         return []
@@ -191,29 +198,76 @@ def _share_maps(comparison: Comparison, folder: Path) -> list[Section]:
 
 
 def _arms_csv(comparison: Comparison) -> list[list[Any]]:
+    """Finals and speed-up of every arm."""
     figures = {"loss": loss_of, "accuracy_percent": accuracy_of, "hours": hours_of}
+    measured = ("updates_to_target", "hours_to_target", "updates_ratio", "hours_ratio", "short_by")
     head = ["arm", "is_baseline", "runs", "complete_runs", "updates", "tokens", "flops"]
-    head += [f"{name}_{part}" for name in figures for part in ("mean", "deviation")]
-    head += ["updates_to_target", "hours_to_target", "runs_that_reach_it", "updates_ratio", "hours_ratio"]
+    head += [f"{name}_{part}" for name in (*figures, *measured) for part in ("mean", "deviation")]
     speed_ups = {item.arm.name: item for item in comparison.speed_ups()}
-    rows: list[list[Any]] = [head]
+    rows: list[list[Any]] = [[*head, "runs_that_reach_it", "differs_in"]]
     for arm in comparison.arms:
         run, updates = arm.runs[0], arm.config.max_steps
         row = [arm.name, int(arm is comparison.baseline), len(arm.runs), len(arm.complete), updates]
         row += [updates * run.tokens_per_update, updates * run.flops_per_update]
-        for figure_of in figures.values():
-            spread = final(arm, figure_of)
-            row += [None, None] if spread is None else [spread.mean, spread.deviation]
         item = speed_ups.get(arm.name)
+        spreads = [final(arm, figure_of) for figure_of in figures.values()]
         if item is not None:
-            reached = (item.updates, item.hours)
-            row += [None if part is None else part.mean for part in reached]
-            row += [item.updates.count if item.updates else 0, item.updates_ratio, item.hours_ratio]
-        rows.append(row + [None] * (len(head) - len(row)))
+            spreads += [item.updates, item.hours, item.updates_ratio, item.hours_ratio, item.shortfall]
+        row += [part for found in spreads for part in _parts(found)]
+        row += [None] * (len(head) - len(row))
+        rows.append([*row, *((None, None) if item is None else (len(item.reached), " ".join(item.differs_in)))])
+    return rows
+
+
+def _parts(found: Spread | None) -> tuple[float | None, float | None]:
+    return (None, None) if found is None else (found.mean, found.deviation)
+
+
+def _runs_csv(comparison: Comparison) -> list[list[Any]]:
+    """Every folder that was asked for; where it is no run with figures, these are empty."""
+    head = ["run", "state", "is_complete", "arm", "seed", "step", "unshared_at", "loss", "accuracy_percent", "hours"]
+    arms = {run.name: arm.name for arm in comparison.arms for run in arm.runs}
+    rows: list[list[Any]] = [[*head, "updates_to_target", "hours_to_target", "note"]]
+    for run in comparison.runs:
+        seed = None if run.config is None else run.config.seed
+        points = " ".join(map(str, run.unshare_points))
+        last = run.evaluations[-1] if run.evaluations else None
+        figures = [None] * 3 if last is None else [last.loss, accuracy_of(last), last.hours]
+        reached = comparison.reached(run) if run.name in arms else None
+        effort = [None, None] if reached is None else [reached.updates, reached.hours]
+        first = [run.name, run.state, int(run.is_complete), arms.get(run.name), seed, run.step, points]
+        rows.append([*first, *figures, *effort, run.note])
+    return rows
+
+
+def _speed_up_csv(comparison: Comparison) -> list[list[Any]]:
+    """A row for each complete run of the arms that are measured."""
+    head = ["arm", "run", "seed", "target", "target_is_of_this_seed", "updates", "hours", "baseline_updates"]
+    rows: list[list[Any]] = [[*head, "baseline_hours", "updates_ratio", "hours_ratio", "short_by"]]
+    for item in comparison.speed_ups():
+        for race in item.races:
+            goal, reached = race.goal, race.reached
+            row = [item.arm.name, race.run.name, race.run.settings.seed, goal.loss, int(goal.is_of_seed)]
+            row += [None, None] if reached is None else [reached.updates, reached.hours]
+            row += [goal.reached.updates, goal.reached.hours, race.updates_ratio, race.hours_ratio]
+            rows.append([*row, race.shortfall if reached is None else None])
+    return rows
+
+
+def _differences_csv(comparison: Comparison) -> list[list[Any]]:
+    """Final figures minus those of the run of the same seed, a row for each pair of complete runs."""
+    rows: list[list[Any]] = [["arm", "minus", "seed", "run", "minus_run", "loss", "accuracy_points"]]
+    for arm in comparison.arms:
+        for reference in comparison.references(arm):
+            for run, other in pair_by_seed(arm.complete, reference.complete):
+                last, its = run.evaluations[-1], other.evaluations[-1]
+                names = [arm.name, reference.name, run.settings.seed, run.name, other.name]
+                rows.append([*names, last.loss - its.loss, accuracy_of(last) - accuracy_of(its)])
     return rows
 
 
 def _curves_csv(comparison: Comparison) -> list[list[Any]]:
+    """A row for each evaluation."""
     rows: list[list[Any]] = [["arm", "run", "seed", "step", "tokens", "hours", "flops", "loss", "accuracy"]]
     for arm in comparison.arms:
         for run in arm.runs:
@@ -224,6 +278,8 @@ def _curves_csv(comparison: Comparison) -> list[list[Any]]:
 
 
 def _write_csv(path: Path, rows: list[list[Any]]) -> None:
+    """What is not known is left empty."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    known = ([None if isinstance(cell, float) and math.isnan(cell) else cell for cell in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(known)
     write_atomically(path, text.getvalue())

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from sharebert.checkpoint import CheckpointError, list_checkpoints
+from sharebert.report.arms import Arm
+from sharebert.report.page import Table
 from sharebert.report.read import Run
 from sharebert.train_state import load_model
 
@@ -72,3 +74,29 @@ def mean_similarity(found: list[LayerSimilarity]) -> LayerSimilarity:
     return LayerSimilarity(
         np.mean([item.cosine for item in found], axis=0), np.mean([item.distance for item in found], axis=0)
     )
+
+
+def similarity_of_arm(arm: Arm) -> tuple[str, LayerSimilarity | None, str]:
+    """Of its complete runs: a title, which says how many seeds could be compared where not all could; their mean; and
+    why the others could not."""
+    read = [(run, read_similarity(run)) for run in arm.complete]
+    found = [item for _, item in read if isinstance(item, LayerSimilarity)]
+    reasons: dict[str, list[str]] = {}
+    for run, item in read:
+        if isinstance(item, str):
+            reasons.setdefault(item, []).append(str(run.settings.seed))
+    note = "; ".join(f"{reason} (seed {', '.join(seeds)})" for reason, seeds in reasons.items())
+    title = arm.name if len(found) == len(read) else f"{arm.name} ({len(found)} of {len(read)} seeds)"
+    return title, mean_similarity(found) if found else None, note
+
+
+def similarity_table(found: list[tuple[str, LayerSimilarity]]) -> Table:
+    """The matrices in a few numbers."""
+    head = ["arm", "cosine, neighbours", "cosine, all pairs", "lowest", "distance, neighbours", "distance, all pairs"]
+    rows = []
+    for title, item in found:
+        cosine, distance = item.over_pairs(item.cosine), item.over_pairs(item.distance)
+        means = (item.adjacent(item.cosine).mean(), cosine.mean(), cosine.min())
+        distances = (item.adjacent(item.distance).mean(), distance.mean())
+        rows.append([title, *(f"{value:.3f}" for value in (*means, *distances))])
+    return Table(head, rows)
