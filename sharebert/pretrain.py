@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_prep.same_tokenizer import refuse_other_tokenizer
-from data_prep.tokenizer import load_given_tokenizer, load_text_tokenizer
+from data_prep.tokenizer import load_given_tokenizer
 from sharebert import checkpoint, distributed
 from sharebert.allocator import keep_freed_memory
-from sharebert.checkpoint import CheckpointFolder
-from sharebert.config import TrainConfig, to_dict
+from sharebert.config import TrainConfig
 from sharebert.curves import draw_curves
 from sharebert.data.format import PreparedCorpus
 from sharebert.data.loader import build_loader, evaluation_batches
@@ -35,16 +32,15 @@ from sharebert.launch import (
 )
 from sharebert.log import close_log_file, open_log_file
 from sharebert.metrics import Progress, Recorder, build_sinks
+from sharebert.origin import Origin, build_save, find_origin
 from sharebert.precision import Precision, resolve_device
-from sharebert.prefix_cache import PrefixCache, open_prefix_cache
-from sharebert.provenance import command_line, describe_origin
+from sharebert.provenance import describe_origin
 from sharebert.resolve import resolve
 from sharebert.run_corpus import obtain_corpus
 from sharebert.run_folder import (
     RunFolder,
     find_start,
     refuse_other_configuration,
-    refuse_other_corpus,
     status_on_error,
 )
 from sharebert.run_memory import check_memory, explain_out_of_memory
@@ -53,26 +49,6 @@ from sharebert.train_state import TrainState, began_from, build_train_state, che
 from sharebert.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """What a run goes on from: nothing, a checkpoint of its own, or one of the prefix cache."""
-
-    start: Path | None
-    meta: Mapping[str, Any]
-    """Of that checkpoint; empty without one."""
-    prefixes: PrefixCache | None
-    """Where other runs find the beginning of this one."""
-
-    @property
-    def last_step(self) -> int:
-        """Last step that has figures; -1 without any."""
-        return self.meta["step"] if self.meta else -1
-
-    def sample_offset(self, global_batch_size: int) -> int:
-        """Samples that the updates so far consisted of beyond `global_batch_size` each; 0 unless that was changed."""
-        return self.meta["samples_seen"] - self.meta["step"] * global_batch_size if self.meta else 0
 
 
 def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
@@ -146,7 +122,7 @@ def _train(
     config, precision = resolve(config, device, checkpoint.read_meta(start) if start is not None else None)
     if config.engine.compile == "true":  # else it would import the compiler, for seconds
         torch.compiler.reset()  # jobs of a sweep share the layers' code, and torch gives up after some recompilations
-    origin = _find_origin(config, run, corpus, device, start)
+    origin = find_origin(config, run, corpus, device, start)
     closing.enter_context(_debug_modes(config))
     vocabulary = build_vocabulary(
         corpus.tokenizer_path, corpus.special_ids, corpus.vocab_size, config.masking.whole_word
@@ -161,7 +137,7 @@ def _train(
     closing.callback(recorder.close)
     flops = _flops(config, corpus.vocab_size)
     peak = measure_matmul_peak(device, precision.dtype) * distributed.world_size()
-    save = _build_save(config, run, corpus, state, origin, recorder)
+    save = build_save(config, run, corpus, state, origin, recorder)
     trainer = Trainer(config, state, precision, evaluator, recorder, save, stop, flops, peak)
     if distributed.rank() == 0:
         _announce(config, state, corpus, origin)
@@ -175,49 +151,6 @@ def _train(
     if distributed.rank() == 0:
         _leave(run, trainer, is_finished, stop.received or "asked on another rank")
     return EXIT_FINISHED if is_finished else EXIT_STOPPED
-
-
-def _find_origin(
-    config: TrainConfig, run: RunFolder, corpus: PreparedCorpus, device: torch.device, start: Path | None
-) -> _Origin:
-    """Look into the prefix cache where the run has no checkpoint of its own, and refuse other data than before."""
-    prefixes = open_prefix_cache(config, corpus.content_hashes, device)
-    if start is None and prefixes is not None:
-        start = distributed.on_rank_zero(functools.partial(prefixes.fork, config, run.path))
-    meta = checkpoint.read_meta(start) if start is not None else {}
-    if prefixes is not None and meta and meta.get("prefix_key") != prefixes.key:
-        prefixes = None  # begun under other circumstances: no other run would come by the same numbers
-    if meta:
-        refuse_other_corpus(meta, corpus.content_hashes, run.path)
-    elif config.init_from is not None:
-        refuse_other_tokenizer(init_from_folder(config.init_from), load_text_tokenizer(corpus.tokenizer_path))
-    return _Origin(start, meta, prefixes)
-
-
-def _build_save(
-    config: TrainConfig,
-    run: RunFolder,
-    corpus: PreparedCorpus,
-    state: TrainState,
-    origin: _Origin,
-    recorder: Recorder,
-) -> Callable[[bool], None]:
-    """What saves a checkpoint, told whether it is the last one before unsharing; to be called on every rank."""
-    checkpoints = CheckpointFolder(
-        run.checkpoints, keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every
-    )
-    tokenizer = corpus.tokenizer_path.read_bytes()  # now: the prepared data may be deleted while the run goes on
-
-    def write(before_unsharing: bool) -> None:
-        meta = _describe(config, state, corpus, origin, recorder.wandb_run_id)
-        meta["before_unsharing"] = before_unsharing
-        saved = checkpoints.save(
-            tensors=state.tensors(), training_state=state.state_dict(), tokenizer=tokenizer, meta=meta
-        )
-        if origin.prefixes is not None:
-            origin.prefixes.keep(saved, run.path)
-
-    return lambda before_unsharing: distributed.on_rank_zero(lambda: write(before_unsharing))
 
 
 def _leave(run: RunFolder, trainer: Trainer, is_finished: bool, stop_reason: str) -> None:
@@ -295,26 +228,7 @@ def _flops(config: TrainConfig, vocab_size: int) -> int:
     return flops_per_update(config.model, config.data.seq_len, slots, vocab_size, config.global_batch_size)
 
 
-def _describe(
-    config: TrainConfig, state: TrainState, corpus: PreparedCorpus, origin: _Origin, wandb_run_id: str | None
-) -> dict[str, Any]:
-    """`meta.json` of a checkpoint."""
-    samples = state.counters.step * config.global_batch_size
-    return {
-        **state.describe(),
-        "samples_seen": samples + origin.sample_offset(config.global_batch_size),
-        "prefix_key": None if origin.prefixes is None else origin.prefixes.key,
-        "prefix_from": origin.meta.get("prefix_from"),
-        "config": to_dict(config),
-        "corpus": corpus.content_hashes,
-        "world_size": distributed.world_size(),
-        "wandb_run_id": wandb_run_id,
-        "command_line": command_line(),
-        **describe_origin(),
-    }
-
-
-def _announce(config: TrainConfig, state: TrainState, corpus: PreparedCorpus, origin: _Origin) -> None:
+def _announce(config: TrainConfig, state: TrainState, corpus: PreparedCorpus, origin: Origin) -> None:
     """The lines a person wants to see before the first update."""
     tokens = corpus.train.num_tokens
     logger.info("data: %s training tokens, vocabulary %d (%s)", f"{tokens:,}", corpus.vocab_size, corpus.folder)

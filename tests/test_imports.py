@@ -16,7 +16,7 @@ LISTED = """
 sharebert.study.__main__ sharebert.study.runs sharebert.study.held_out sharebert.study.plan sharebert.study
 sharebert.__main__ sharebert.cli sharebert.submit sharebert.sweep sharebert.plan.run sharebert.plan.table
     sharebert.plan.files sharebert.plan sharebert.finetune.summary sharebert.compose
-sharebert.pretrain sharebert.run_memory sharebert.run_corpus sharebert.evaluate_text sharebert.inspect
+sharebert.pretrain sharebert.origin sharebert.run_memory sharebert.run_corpus sharebert.evaluate_text sharebert.inspect
     sharebert.export sharebert.export.model_card sharebert.export.tokenizer sharebert.export.unshared
     sharebert.report.run sharebert.report.draw sharebert.report.content sharebert.report.similarity
     sharebert.report.page sharebert.report.compare sharebert.report.arms sharebert.report.read sharebert.report
