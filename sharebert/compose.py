@@ -68,10 +68,12 @@ def compose(verb: str, primary: str, kind: type, arguments: Sequence[str]) -> Re
 
     configuration.register()
     cells: list[Cell] = []
+    swept: dict[str, Any] = {}
     is_multirun = any(argument in ("-m", "--multirun") for argument in arguments)
 
     def collect(composed: DictConfig) -> None:
         hydra_config = HydraConfig.get()
+        swept.update(hydra_config.sweeper.get("params") or {})
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True)  # type: ignore[assignment]
         values["run_name"] = run_name(values["run_name"], hydra_config.runtime.choices)
         overrides = tuple(hydra_config.overrides.task)
@@ -89,6 +91,9 @@ def compose(verb: str, primary: str, kind: type, arguments: Sequence[str]) -> Re
             if shows_all or isinstance(error, BrokenPipeError):
                 raise
             raise ConfigError(_explain(error, kind)) from error
+    if swept and cells and not is_multirun:
+        came = ", ".join(f"{key}={values}" for key, values in swept.items())
+        raise ConfigError(f"{' '.join(arguments)}: a sweep over {came}, but one run was asked for; give -m")
     if is_multirun and not cells:
         # glob() that matches nothing: Hydra runs nothing, and says nothing.
         raise ConfigError(f"{' '.join(arguments)}: the sweep has no runs, expected one or more")

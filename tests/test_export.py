@@ -23,8 +23,11 @@ from data_prep.clean import clean_text
 from data_prep.encode import TextEncoder
 from sharebert.checkpoint import read_meta
 from sharebert.cli import main
+from sharebert.compose import compose
+from sharebert.config import TrainConfig
 from sharebert.export.model_card import model_card
 from sharebert.export.tokenizer import special_tokens, write_tokenizer
+from sharebert.export.unshared import how_to_go_on
 from sharebert.train_state import load_model
 
 transformers = pytest.importorskip("transformers")
@@ -119,10 +122,11 @@ def test_a_fresh_process_that_has_only_the_folders_gives_our_logits_and_fills_a_
     torch.save(ids, "ids.pt")
     expected = {}
     options = ["max_steps=6", "evaluation.every_steps=null", "model.max_position_embeddings=32"]  # for the line to try
-    for norm in ("pre", "post"):
+    folders = {"pre": 'it\'s "pre" $HOME', "post": "post"}
+    for norm, folder in folders.items():
         assert train(f"run_name={norm}", f"model.norm={norm}", *options) == 0
         checkpoint = tmp_path / f"outputs/{norm}/checkpoints/latest"
-        assert main(["export", str(checkpoint), norm]) == 0
+        assert main(["export", str(checkpoint), folder]) == 0
         model, _, _ = load_model(checkpoint)
         with torch.no_grad():
             expected[norm] = model.eval()(ids, torch.arange(16).repeat(3, 1))[..., : model.vocab_size]
@@ -131,8 +135,8 @@ def test_a_fresh_process_that_has_only_the_folders_gives_our_logits_and_fills_a_
     lines_to_try = "\n".join(shlex.split(command)[2] for command in printed)
     script = f"""
 import sys, torch, transformers
-for norm in ("pre", "post"):
-    model = transformers.AutoModelForMaskedLM.from_pretrained(norm).eval()
+for norm, folder in {folders}.items():
+    model = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
     with torch.no_grad():
         torch.save(model(input_ids=torch.load("ids.pt")).logits, f"{{norm}}.pt")
     print(type(model).__name__)
@@ -171,11 +175,30 @@ def test_the_model_card_says_how_it_was_made_and_what_it_reaches(exported: tuple
     watching = {"policy": "multi_step", "step": None}
     assert "multi_step, at update 4, 9, units" in card_with(meta={"unshared_at": [4, 9]}, unshare=watching)
     assert "multi_step, not yet, units" in card_with(meta={"unshared_at": [], "phase": "shared"}, unshare=watching)
+    offline = {"unshared_from": {"checkpoint": "step-00000005-shared"}, "step": 5, "unshared_at": [4, 6]}
+    shown = "| unshared offline from step-00000005-shared, after update 5 (in part at update 4), units of 1 layer(s) |"
+    assert shown in card_with(meta=offline)
+    assert "| text | text_files a.txt, c\\|d.txt |" in card_with(data={"files": ["/x/a.txt", "c|d.txt"]})
+    assert "betas 0.9 and 0.999, weight decay 0.01, clip norm 1 |" in card
+    assert "| seed | 1 |" in card
+    assert "clip norm none |" in card_with(optim={"clip_norm": None})
     assert "fixed, at update 1, units" in card_with(meta={"unshared_at": []}, unshare={"step": 1})
     assert "| unsharing | none: the layers never shared |" in card_with(unshare={"policy": "never"})
     assert "(positions from 17 to 32 are untrained)" in card_with(model={"max_position_embeddings": 32})
+    longer = {"model": {"max_position_embeddings": 32}, "init_from": "bert-base-uncased"}
+    assert "(positions from 17 to 32 are those that it began from)" in card_with(**longer)
     began = card_with(meta={"init_from_sha256": "abc"}, init_from="bert-base-uncased")
     assert "| began from | bert-base-uncased, sha256 abc |" in began
+
+
+@pytest.mark.parametrize("max_steps", [5, 9])
+def test_a_printed_setting_is_read_as_the_path_it_names(max_steps: int, tmp_path: Path) -> None:
+    folder = tmp_path / """it's a "new" [one], a=b \\ $HOME \\"""
+    meta = {"step": 5, "config": {"max_steps": max_steps, "unshare": {"policy": "fixed", "step": 6}}}
+    settings = shlex.split(how_to_go_on(meta, folder).splitlines()[-1])
+    values = compose("train", "train", TrainConfig, settings).cells[0].values
+    assert str(folder) == (values["checkpoint"]["resume"] if max_steps > 5 else values["init_from"])
+    assert values["unshare"]["policy"] == ("fixed" if max_steps > 5 else "never")
 
 
 @pytest.mark.parametrize("given", ["none", "byte level", "roberta"])

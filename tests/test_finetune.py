@@ -21,7 +21,9 @@ from sharebert.checkpoint import list_checkpoints
 from sharebert.cli import main
 from sharebert.config import ConfigError, FinetuneConfig, FinetuneOptimConfig, check_complete, from_dict
 from sharebert.finetune import loop as loop_module
+from sharebert.finetune import run as run_module
 from sharebert.finetune.loop import Loop, build_schedule
+from sharebert.finetune.results import refuse_other_data
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 
 transformers = pytest.importorskip("transformers")
@@ -167,6 +169,11 @@ def test_a_finished_run_has_nothing_to_do_and_another_request_is_refused(
     assert finetune(tmp_path, encoder, *table, "evaluation.batch_size=3") == EXIT_FINISHED
     assert "is finished: nothing to do" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
+    rows = (dev := Path(table[2].partition("=")[2])).read_text()
+    dev.write_text(rows.replace('"label": 1', '"label": 0', 1))
+    assert finetune(tmp_path, encoder, *table) == EXIT_USAGE
+    assert "not what the run began with (task.dev: sha256" in capsys.readouterr().err
+    dev.write_text(rows)
     other = shutil.copytree(encoder, tmp_path / "other")
     for changed in (f"encoder={other}", "random_encoder=true"):
         assert finetune(tmp_path, encoder, *table, changed) == EXIT_USAGE
@@ -193,9 +200,37 @@ def test_other_data_under_the_same_names_is_refused_on_a_resume(
         kill_at(patch, 1)
         with pytest.raises(Killed):
             finetune(tmp_path, encoder, *settings)
-    write_lines(tmp_path / "train.jsonl", invented_rows(8, seed=1))
-    assert finetune(tmp_path, encoder, *settings) == EXIT_USAGE
-    assert "not what the run began with (train: sha256" in capsys.readouterr().err
+    relabelled = [{**row, "label": 1 - row["label"]} for row in invented_rows(8)]
+    for name, rows, part in (("dev", relabelled, "dev labels"), ("train", invented_rows(8, seed=1), "train")):
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+        assert finetune(tmp_path, encoder, *settings) == EXIT_USAGE
+        assert f"not what the run began with ({part}: sha256" in capsys.readouterr().err
+
+
+def test_a_part_that_is_gone_or_new_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"\(test: none there, expected abc\)"):
+        refuse_other_data({"train": "x", "test": "abc"}, {"train": "x"}, Path("run"))
+    with pytest.raises(ConfigError, match=r"\(test: sha256 abc, expected none\)"):
+        refuse_other_data({"train": "x", "test": None}, {"train": "x", "test": "abc"}, Path("run"))
+
+
+def test_a_finished_run_needs_no_connection(
+    encoder: Path,
+    table: list[str],
+    straight: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def offline(*_: object) -> None:
+        raise ConfigError("no hub")
+
+    monkeypatch.setattr(run_module, "source_hashes", offline)
+    shutil.copytree(straight, tmp_path / "finetune-table")
+    assert finetune(tmp_path, encoder, *table) == EXIT_FINISHED
+    shown = capsys.readouterr().err
+    assert "no hub: the data was not compared" in shown
+    assert "is finished: nothing to do" in shown
 
 
 def test_the_dev_score_depends_on_no_batch_size_and_scoring_changes_nothing(
@@ -223,6 +258,9 @@ def test_a_run_learns_what_its_texts_say(encoder: Path, tmp_path: Path) -> None:
     assert finetune(tmp_path, encoder, *settings) == EXIT_FINISHED
     run = tmp_path / "finetune-table"
     assert read_results(run)["figures"]["eval/accuracy"] == 1.0
+    log = (run / "log.txt").read_text()
+    assert "dropout is 0, as the encoder was pretrained; the paper fine-tunes with 0.1" in log
+    assert "longer than in pretraining" not in log
     lines = [line.split("\t") for line in (run / "predictions/test.tsv").read_text().splitlines()]
     assert lines[0] == ["index", "prediction", "label", "p(dry)", "p(wet)"]
     assert [line[1] for line in lines[1:3]] == ["wet", "dry"]
@@ -230,15 +268,23 @@ def test_a_run_learns_what_its_texts_say(encoder: Path, tmp_path: Path) -> None:
     assert [found["label"] for found in classify([row["text"] for row in rows[:2]])] == ["wet", "dry"]
 
 
-def test_a_regression_learns_values_of_any_scale(encoder: Path, tmp_path: Path) -> None:
+def test_a_regression_learns_values_of_any_scale(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["river", "road", "boat", "house"]
     rows = [{"text": f"the {word}", "label": 5000.5 + 1000 * place} for place, word in enumerate(words)] * 6
     files = [f"task.{name}={write_lines(tmp_path / f'{name}.jsonl', rows)}" for name in ("train", "dev")]
     settings = ["task=table", *files, "epochs=20", "optim.lr=3e-3", "global_batch_size=8"]
-    assert finetune(tmp_path, encoder, *settings) == EXIT_FINISHED
+    short = shutil.copytree(encoder, tmp_path / "short encoder")
+    config = json.loads((short / "config.json").read_text())
+    assert config["sharebert_seq_len"] == 16
+    (short / "config.json").write_text(json.dumps({**config, "sharebert_seq_len": 3}))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert finetune(tmp_path, Path("'~/short encoder'"), *settings) == EXIT_FINISHED
     run = tmp_path / "finetune-table"
     figures = read_results(run)["figures"]
     assert figures["eval/pearson"] > 0.9
+    assert "are longer than in pretraining (3): the positions beyond" in (run / "log.txt").read_text()
     assert figures["eval/score"] == pytest.approx((figures["eval/pearson"] + figures["eval/spearman"]) / 2)
     written = [float(line.split("\t")[1]) for line in (run / "predictions/dev.tsv").read_text().splitlines()[1:]]
     assert np.mean(written) == pytest.approx(6500.5, abs=400)

@@ -9,12 +9,16 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from finetuning import finetune, invented_rows, read_results, read_rows, write_lines
 
 from sharebert.config import ConfigError, TaskConfig
 from sharebert.data.format import DataError
+from sharebert.finetune.classification import TextProblem
 from sharebert.finetune.glue import read_glue, submission_file
+from sharebert.finetune.sequences import load_tokenizer
 from sharebert.finetune.tasks import GLUE, TextTask
 
 
@@ -109,10 +113,65 @@ def test_labels_that_a_dataset_lists_in_another_order_are_brought_to_ours(tmp_pa
         assert ours.labels.tolist() == theirs.labels.tolist()
 
 
-@pytest.mark.parametrize(("label", "expected"), [("not_entailment", 1.0), ("1", 1.0), (0, 0.0), (None, math.nan)])
+LABELS = [
+    ("not_entailment", 1.0),
+    ("1", 1.0),
+    (0, 0.0),
+    (None, math.nan),
+    (1.0, 1.0),
+    ("1.0", 1.0),
+    (-1.0, math.nan),
+    (math.nan, math.nan),
+    ("", math.nan),
+]
+
+
+@pytest.mark.parametrize(("label", "expected"), LABELS)
 def test_labels_may_be_written_as_names_or_numbers(tmp_path: Path, label: Any, expected: float) -> None:
     task = read(write_task(tmp_path, "rte", label), "rte")
     np.testing.assert_equal(task.dev[0].labels[0], expected)
+
+
+def test_values_may_be_empty_but_not_infinite(tmp_path: Path) -> None:
+    for empty in ("", math.nan, -1.0):
+        assert math.isnan(read(write_task(tmp_path, "stsb", empty), "stsb").dev[0].labels[0])
+    with pytest.raises(DataError, match="row 1: label 'inf'; expected a number"):
+        read(write_task(tmp_path, "stsb", "inf"), "stsb")
+
+
+def test_a_submission_is_numbered_by_idx_in_whatever_order_the_rows_stand(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_task(tmp_path, "cola")
+
+    def read_test(indices: list[Any]) -> Any:
+        rows = [{"sentence": f"s{index}", "label": row % 2, "idx": index} for row, index in enumerate(indices)]
+        write_lines(tmp_path / "test.jsonl", rows)
+        return read(tmp_path, "cola").test[0]
+
+    split = read_test([2, 0, "1"])
+    assert split.texts == (["s0", "s1", "s2"],)
+    assert split.labels.tolist() == [1.0, 0.0, 0.0]
+    assert split.submission == "CoLA"
+    split = read_test([3, 0, 1])
+    assert split.texts == (["s3", "s0", "s1"],)
+    assert split.submission == ""
+    assert "1 of 4 idx are missing, the first is 2: no submission file" in caplog.text
+    with pytest.raises(DataError, match=r"test\.jsonl, row 3: idx 1, which row 1 has"):
+        read_test([1, 0, 1])
+    with pytest.raises(DataError, match=r"test\.jsonl, row 2: idx None; expected a whole number"):
+        read_test([0, None])
+
+
+def test_test_labels_that_are_given_are_scored(encoder: Path, tmp_path: Path) -> None:
+    problem = TextProblem(
+        read(write_task(tmp_path, "wnli"), "wnli"), load_tokenizer(encoder / "tokenizer.json", 64), []
+    )
+    outputs = [np.array([2.0, 1.0], dtype=np.float32), np.array([0.0, 1.0], dtype=np.float32)]
+    assert [(split.name, problem.figures(split, outputs)) for split in problem.splits] == [
+        ("validation", {"accuracy": 1.0}),
+        ("test", {"accuracy": 1.0}),  # of the first row: the second one has no label
+    ]
 
 
 def test_what_is_missing_or_unknown_is_named(tmp_path: Path) -> None:
@@ -128,6 +187,18 @@ def test_what_is_missing_or_unknown_is_named(tmp_path: Path) -> None:
         read(tmp_path, "rte")
     (tmp_path / "test.jsonl").unlink()
     assert read(tmp_path, "sst2").test == ()
+
+
+def test_damaged_folders_and_shards_that_differ_are_named(tmp_path: Path) -> None:
+    for number, names in enumerate((("sentence", "label"), ("sentence",))):
+        table = pyarrow.table({name: ["x"] for name in names})
+        pyarrow.parquet.write_table(table, tmp_path / f"train-0000{number}.parquet")
+    with pytest.raises(DataError, match=r"train-00001\.parquet: columns sentence; expected those of train-00000"):
+        read(tmp_path, "sst2")
+    for content in ('{"splits": ["train"]}', "{}", "not JSON"):
+        (tmp_path / "dataset_dict.json").write_text(content)
+        with pytest.raises(DataError, match="expected what `save_to_disk` wrote, found it damaged"):
+            read(tmp_path, "sst2")
 
 
 # ---------------------------------------------------------------------- whole runs

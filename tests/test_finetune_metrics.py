@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("sklearn")
 
+from sharebert.finetune.evaluate import predict
 from sharebert.finetune.metrics import METRICS, score
+from sharebert.finetune.problem import Problem, ScoredSplit
+from sharebert.finetune.sequences import SequencesBuilder
+from sharebert.update import NonFiniteError
 
 
 def array(*values: float) -> np.ndarray:
@@ -68,3 +75,33 @@ def test_rows_without_a_label_are_never_scored() -> None:
     for wrong in (0.0, 1.0):
         assert score(["accuracy"], labels, array(wrong, *PREDICTIONS, wrong)) == {"accuracy": 5 / 8}
     assert score(["accuracy"], array(math.nan), array(1)) == {}
+
+
+class Echo(torch.nn.Module):
+    """Gives the first token of each sequence as its output, NaN for 7."""
+
+    config = SimpleNamespace(pad_token_id=0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        values = input_ids[:, :1].float()
+        return torch.where(values == 7, math.nan, values) * self.weight
+
+
+def test_outputs_that_are_not_numbers_are_an_error_that_names_the_split() -> None:
+    splits = []
+    for name, first_tokens in (("good", (1, 2, 3)), ("bad", (1, 7, 3))):
+        builder = SequencesBuilder()
+        for token in first_tokens:
+            builder.add([token, 5], 2)
+        splits.append(ScoredSplit(name, True, builder.build()))
+    problem = cast(Problem, SimpleNamespace(splits=splits, outputs=lambda output, mask: output))
+    good, bad = (split.sequences for split in splits)
+    outputs = predict(Echo(), problem, good, 2, lambda: False)
+    assert outputs is not None
+    assert [output.tolist() for output in outputs] == [[1.0], [2.0], [3.0]]
+    with pytest.raises(NonFiniteError, match="split bad: outputs for 1 of 3 sequences are not finite numbers"):
+        predict(Echo(), problem, bad, 2, lambda: False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,30 @@ def test_a_saved_regression_predicts_values_as_they_were(encoder: Path) -> None:
     assert expected == pytest.approx([200, 200], abs=100)
 
 
+def test_names_of_the_original_bert_are_understood(exports: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(exports["shared"], tmp_path / "original")
+    given = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "classifier_dropout": 0.4}))
+    norms = {
+        name.rpartition(".")[0] for name, tensor in given.items() if re.search("(?i)(LayerNorm|ln)[.]weight", name)
+    }
+    assert len(norms) >= 7
+    others = {"embeddings.position_ids": torch.arange(64)[None], "cls.predictions.decoder.weight": torch.ones(2, 2)}
+    for prefix in ("", "bert."):
+        old = {f"{prefix}{name}" if name.startswith("emb") else name: tensor for name, tensor in others.items()}
+        for name, tensor in given.items():
+            module, _, leaf = name.rpartition(".")
+            leaf = {"weight": "gamma", "bias": "beta"}[leaf] if module in norms else leaf
+            module = f"{prefix}{module.removeprefix('bert.')}" if module.startswith("bert.") else module
+            old[f"{module}.{leaf}"] = tensor
+        save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
+        model = build_model(folder, text_problem(folder), seed=1, random_encoder=False, dropout=0.25)
+        after = dict(model.named_parameters())
+        assert tensors_hash(encoder_tensors(after)) == tensors_hash(encoder_tensors(given))
+        assert {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)} == {0.25}
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -157,6 +182,10 @@ def test_a_folder_that_holds_no_encoder_is_refused(encoder: Path, tmp_path: Path
     with pytest.raises(ConfigError, match=r"no config\.json there; expected a folder written by `sharebert export"):
         read_encoder_config(tmp_path)
     shutil.copytree(encoder, tmp_path / "other")
+    (tmp_path / "other/model.safetensors").rename(tmp_path / "other/pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model.bin there; expected model.safetensors: load it with"):
+        read_encoder_config(tmp_path / "other")
+    (tmp_path / "other/pytorch_model.bin").rename(tmp_path / "other/model.safetensors")
     config = json.loads((encoder / "config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
     with pytest.raises(ConfigError, match="model_type 'gpt2'"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -15,11 +16,13 @@ import torch
 from finetuning import finetune, invented_rows, read_results, write_lines
 from safetensors.torch import load_file
 
+from sharebert import distributed
 from sharebert.config import TaskConfig
 from sharebert.finetune.classification import TextProblem
 from sharebert.finetune.evaluate import predict
 from sharebert.finetune.own_table import read_own_table
 from sharebert.finetune.sequences import load_tokenizer
+from sharebert.launch import EXIT_STOPPED
 
 transformers = pytest.importorskip("transformers")
 
@@ -64,3 +67,20 @@ def test_two_processes_train_as_one_and_give_a_model_the_same_score(encoder: Pat
         problem.write_predictions(split, outputs, tmp_path)
         assert (tmp_path / "predictions/dev.tsv").read_text() == (tmp_path / "two/predictions/dev.tsv").read_text()
     assert len(np.unique(task.dev[0].labels)) == 2
+
+
+def test_a_rank_leaves_before_training_when_another_was_asked_to(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [f"task.{name}={write_lines(tmp_path / f'{name}.jsonl', invented_rows(8))}" for name in ("train", "dev")]
+    asked: list[object] = []
+
+    def gather(value: object) -> list[object]:
+        asked.append(value)
+        return [value, True]
+
+    monkeypatch.setattr(distributed, "gather", gather)
+    assert finetune(tmp_path, encoder, "task=table", *files) == EXIT_STOPPED
+    assert asked == [False]
+    status = json.loads((tmp_path / "finetune-table/status.json").read_text())
+    assert status == {"state": "stopped", "step": 0, "reason": "asked on another rank"}

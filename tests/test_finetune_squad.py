@@ -12,7 +12,7 @@ from finetuning import finetune, read_results, write_lines
 
 from sharebert.config import ConfigError, TaskConfig
 from sharebert.data.format import DataError
-from sharebert.finetune.sequences import load_tokenizer
+from sharebert.finetune.sequences import encode, load_tokenizer
 from sharebert.finetune.splits import RawSplit
 from sharebert.finetune.squad import (
     Questions,
@@ -23,6 +23,7 @@ from sharebert.finetune.squad import (
     best_span,
     cut_windows,
     read_questions,
+    well_placed,
     window_starts,
 )
 from sharebert.finetune.squad_metrics import best_threshold, exact_match, f1, normalize_answer, squad_figures
@@ -124,11 +125,45 @@ def test_a_long_question_leaves_half_of_the_window_to_the_context(encoder: Path)
 
 def test_rows_that_do_not_fit_are_refused() -> None:
     row = question(0, "road")
-    row["answers"]["answer_start"] = [0]
-    with pytest.raises(DataError, match="row 1: expected 'road' at character 0, found 'the '"):
-        read_questions(split(row))
-    with pytest.raises(DataError, match="row 1: answers None; expected lists"):
-        read_questions(split({**row, "answers": None}))
+    for answers in (
+        None,
+        {"text": ["road"]},
+        {"text": ["road"], "answer_start": []},
+        {"text": [1], "answer_start": [0]},
+    ):
+        with pytest.raises(DataError, match=r"row 1: answers .*; expected lists"):
+            read_questions(split({**row, "answers": answers}))
+    for column in ("context", "question"):
+        with pytest.raises(DataError, match=f"rows, row 2: None in column '{column}'; expected a text"):
+            read_questions(split(row, {**row, column: None}))
+
+
+def test_misplaced_answers_are_left_out_of_training_only(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [question(row, "road" if row else None) for row in range(4)]
+    rows[1]["answers"]["answer_start"] = [0]
+    rows[3]["answers"]["answer_start"] = [None]
+    questions = read_questions(split(*rows))
+    assert well_placed(questions, "rows").ids == ["q0", "q2"]
+    assert "2 of 4 training questions are left out" in caplog.text
+    assert "rows, row 2: expected 'road' at character 0, found 'the '" in caplog.text
+    assert [text for answers in questions.answers for _, text in answers] == ["road"] * 3
+    with pytest.raises(DataError, match="row 2: expected 'road' at character 0, found 'the '; no other"):
+        well_placed(read_questions(split(*rows[:2])), "rows")
+
+
+def test_text_that_spells_a_special_token_is_text(encoder: Path) -> None:
+    tokenizer = load_tokenizer(encoder / "tokenizer.json", 64)
+    spelled, apart = (
+        encode(tokenizer, (["the [SEP] river", "[CLS]"], ["a [MASK]", "[PAD] boat"])),
+        encode(tokenizer, (["the [ SEP ] river", "[ CLS ]"], ["a [ MASK ]", "[ PAD ] boat"])),
+    )
+    assert spelled.digest() == apart.digest()
+    assert spelled.ids.tolist().count(CLS) == 2
+    assert spelled.ids.tolist().count(SEP) == 4
+    questions = read_questions(split(question(0, "[SEP] road", context="the [SEP] road", question="who [MASK]?")))
+    windows = windows_of(encoder, questions)
+    assert windows.sequences.ids.tolist().count(SEP) == 2
+    assert texts_at(answer_positions(windows, questions), windows, questions) == ["[SEP] road"]
 
 
 # ---------------------------------------------------------------------- from outputs to answers
@@ -219,6 +254,34 @@ def test_the_best_threshold_is_found_as_by_trying_all() -> None:
         assert tried[threshold] == pytest.approx(value)
     value, threshold = best_threshold({"b": []}, answers, odds, "f1")
     assert (value, threshold) == (1.0, float("-inf"))
+
+
+@pytest.mark.parametrize(("threshold", "answered"), [(-25.0, 0), (-15.0, 3), (0.0, 5), (15.0, 6)])
+def test_a_question_is_answered_up_to_the_threshold(
+    encoder: Path, folder: Path, tmp_path: Path, threshold: float, answered: int
+) -> None:
+    config = TaskConfig(name="squad_v2", path=str(folder), max_length=64, null_threshold=threshold)
+    problem = SquadProblem(config, load_tokenizer(encoder / "tokenizer.json", None), (CLS, SEP), 64)
+    nulls = [-20.0, -20.0, -20.0, -5.0, -5.0, 10.0]  # and 0 for the best answer, so these are the odds
+    firsts = [problem.windows.context_start(window) for window in range(6)]
+    spans = {window: (first, first, 0.0) for window, first in enumerate(firsts)}
+    assert len(problem.windows.question) == 6
+    outputs = [outputs_for(problem.windows, spans, null)[window] for window, null in enumerate(nulls)]
+    problem.write_predictions(problem.splits[0], outputs, tmp_path)
+    answers = json.loads((tmp_path / "predictions/validation.json").read_text())
+    assert [key for key in answers if answers[key]] == [f"q{row}" for row in range(answered)]
+    pairs = zip(problem.questions.ids, problem.questions.answers, strict=True)
+    golds = {key: [text for _, text in golds] for key, golds in pairs}
+    figures = problem.figures(problem.splits[0], outputs)
+    assert figures["exact"] == squad_figures(golds, answers)["exact"]
+
+
+def test_an_id_stands_once_in_the_dev_set(encoder: Path, folder: Path) -> None:
+    write_lines(folder / "validation.jsonl", [question(1, "road"), question(1, None)])
+    with pytest.raises(DataError, match=r"validation\.jsonl: id 'q1' stands 2 times"):
+        SquadProblem(
+            TaskConfig(name="squad", path=str(folder)), load_tokenizer(encoder / "tokenizer.json", None), (CLS, SEP), 64
+        )
 
 
 # ---------------------------------------------------------------------- whole runs

@@ -12,7 +12,7 @@ from finetuning import finetune, invented_rows, read_results, write_lines
 from omegaconf import OmegaConf
 
 from sharebert.compose import Cell, Request, compose
-from sharebert.config import FinetuneConfig
+from sharebert.config import ConfigError, FinetuneConfig
 from sharebert.finetune.summary import summarize
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -40,6 +40,10 @@ def sweep(folder: Path, task: str) -> list[Cell]:
     """Of the first rate one run is the best, of the second the mean is."""
     scores = {(1e-5, 1): 0.50, (1e-5, 2): 0.90, (2e-5, 1): 0.80, (2e-5, 2): 0.82}
     return [cell(folder, task, lr, seed, score) for (lr, seed), score in scores.items()]
+
+
+def chosen_rates(folder: Path) -> list[str]:
+    return [row["optim.lr"] for row in rows_of(folder) if row["chosen"] == "1"]
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
@@ -75,6 +79,40 @@ def test_what_is_compared_has_a_choice_of_its_own_and_missing_runs_are_counted(t
     chosen = [(row["random_encoder"], row["optim.lr"]) for row in rows_of(tmp_path) if row["chosen"] == "1"]
     assert chosen == [("False", "1e-05"), ("True", "2e-05")]
     assert "1 of 6 runs are not finished" in (tmp_path / "summary.md").read_text()
+
+
+@pytest.mark.parametrize("task", ["rte", "squad"])
+def test_of_equal_rates_the_better_mean_is_chosen_then_the_lower_rate(tmp_path: Path, task: str) -> None:
+    scores = {(3e-5, 1): 0.8, (3e-5, 2): 0.6, (2e-5, 1): 0.6, (2e-5, 2): 0.8, (1e-5, 1): 0.8, (1e-5, 2): 0.5}
+    cells = [cell(tmp_path, task, lr, seed, score) for (lr, seed), score in scores.items()]
+    summarize(Request(cells, True))
+    assert chosen_rates(tmp_path) == ["2e-05"]
+
+
+def test_a_rate_whose_seeds_are_not_all_there_is_chosen_only_where_no_other_is(tmp_path: Path) -> None:
+    scores = {(1e-5, 1): 0.9, (1e-5, 2): None, (2e-5, 1): 0.8, (2e-5, 2): 0.7}
+    cells = [cell(tmp_path, "rte", lr, seed, score) for (lr, seed), score in scores.items()]
+    summarize(Request(cells, True))
+    assert chosen_rates(tmp_path) == ["2e-05"]
+    assert [(row["seeds"], row["seeds_asked"]) for row in rows_of(tmp_path)] == [("1", "2"), ("2", "2")]
+    (cells[2].folder / "results.json").unlink()
+    summarize(Request(cells, True))
+    assert chosen_rates(tmp_path) == ["1e-05"]
+    shown = (tmp_path / "summary.md").read_text()
+    assert "1 of 2" in shown
+    assert "- provisional: optim.lr=1e-05, seed=1: 90.00" in shown
+
+
+def test_runs_of_different_data_are_said(tmp_path: Path) -> None:
+    cells = sweep(tmp_path, "rte")
+    for number, one in enumerate(cells):
+        results = {**read_results(one.folder), "encoder_sha256": "a", "data_sha256": {"task.dev": str(number // 3)}}
+        (one.folder / "results.json").write_text(json.dumps(results))
+    summarize(Request(cells, True))
+    assert "were made from different data under the same names" in (tmp_path / "summary.md").read_text()
+    (cells[3].folder / "results.json").unlink()
+    summarize(Request(cells, True))
+    assert "different data" not in (tmp_path / "summary.md").read_text()
 
 
 def test_a_sweep_over_tasks_has_a_table_for_each_folder(tmp_path: Path) -> None:
@@ -124,3 +162,5 @@ def test_the_grids_are_those_of_the_paper_and_can_be_narrowed() -> None:
     assert found == [(3e-5, seed) for seed in (1, 2, 3, 4, 5)]
     assert request.folder == Path("outputs/finetune-squad_v2")
     assert len({cell.folder for cell in request.cells}) == len(request.cells)
+    with pytest.raises(ConfigError, match=r"[+]grid=squad .*: a sweep over optim.lr=1e-5,.*; give -m"):
+        compose("finetune", "finetune", FinetuneConfig, arguments[1:])

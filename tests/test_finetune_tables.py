@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -86,7 +87,7 @@ BAD_FILES = [
     ("a.csv", b'text,label\n"open,x\n', "line 2: not CSV"),
     ("a.csv", b"text,label\nx,y,z\n", "line 2: 3 fields"),
     ("a.jsonl", b'{"text": "x"}\nnot json\n', "line 2: not JSON"),
-    ("a.jsonl", b'{"text": "x"}\n{"other": 1}\n', "line 2: expected an object with the keys text"),
+    ("a.jsonl", b'{"text": "x"}\n[1]\n', "line 2: expected an object"),
     ("a.parquet", b"PAR1 nonsense", "damaged parquet"),
     ("a.tsv", b"text\tlabel\n\xff\xfe\tx\n", "cannot be read"),
     ("a.txt", b"text", "unknown kind"),
@@ -100,6 +101,36 @@ def test_a_bad_file_is_refused_with_its_name_and_line(tmp_path: Path, name: str,
         read_table(tmp_path / name)
     assert str(refusal.value).startswith(str(tmp_path / name))
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "last"), [("a.tsv", "z\n"), ("a.tsv", "z\r\n\r\n"), ("a.csv", "z"), ("a.csv", "z\n\n")]
+)
+def test_a_blank_line_between_texts_is_an_empty_text(tmp_path: Path, name: str, last: str) -> None:
+    (tmp_path / name).write_bytes(f"text\nx\n\n\n{last}".encode())
+    assert read_table(tmp_path / name) == {"text": ["x", "", "", "z"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.tsv", "text\tlabel\nx\t1\n\ny\t2\n"),
+        ("a.csv", "text,label\nx,1\n\ny,2\n"),
+        ("a.jsonl", '{"text": "x", "label": "1"}\n \n\n{"text": "y", "label": "2"}\n'),
+    ],
+)
+def test_a_blank_line_among_rows_of_several_fields_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, data: str
+) -> None:
+    (tmp_path / name).write_text(data)
+    assert read_table(tmp_path / name) == {"text": ["x", "y"], "label": ["1", "2"]}
+    assert f"the first is line {2 if name == 'a.jsonl' else 3}" in caplog.text
+
+
+def test_rows_of_json_may_lack_keys_and_hold_lone_surrogates(tmp_path: Path) -> None:
+    lines = [r'{"text": "a\ud800b \ud83d\ude00 \\ud800"}', r'{"label": 1, "text": "c"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert read_table(tmp_path / "a.jsonl") == {"text": ["a b \U0001f600 \\ud800", "c"], "label": [None, 1]}
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -119,12 +150,15 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         (("Review", "Stars", "id"), ("Review",), "Stars"),
         (("something", "label"), ("something",), "label"),
         (("left", "right", "target"), ("left", "right"), "target"),
+        (("ID", "tweet", "label"), ("tweet",), "label"),
+        (("tweet", "likes", "label"), ("tweet",), "label"),
     ],
 )
 def test_columns_are_found_by_their_names(
     tmp_path: Path, columns: tuple[str, ...], texts: tuple[str, ...], label: str
 ) -> None:
-    rows = [{name: f"{name} {row}" if name != label else f"c{row}" for name in columns} for row in range(3)]
+    others = {label: "c", "likes": ""}
+    rows = [{name: f"{others.get(name, f'{name} ')}{row}" for name in columns} for row in range(3)]
     found = task(tmp_path, rows)
     assert found.train.texts == tuple([f"{name} {row}" for row in range(3)] for name in texts)
     assert found.label_names == ("c0", "c1", "c2")
@@ -136,6 +170,8 @@ def test_columns_that_no_rule_finds_can_be_set(tmp_path: Path) -> None:
         task(tmp_path, rows)
     with pytest.raises(ConfigError, match=r"task\.text_columns=\[\]: expected .* among: a, b, c"):
         task(tmp_path, rows, label_column="d")
+    with pytest.raises(ConfigError, match=r"task\.text_columns=\[\]: expected .* among: id"):
+        task(tmp_path, [{"id": "a", "label": "x"}, {"id": "b", "label": "y"}])
     found = task(tmp_path, rows, label_column="d", text_columns=["c", "a"])
     assert found.train.texts == (["z0", "z1", "z2"], ["x0", "x1", "x2"])
 
@@ -162,9 +198,11 @@ def test_numbers_are_classes_in_their_order_or_a_regression(tmp_path: Path) -> N
     assert task(tmp_path, rows_of(10, 2, 2, 1)).label_names == ("1", "2", "10")
     assert task(tmp_path, rows_of(-1, 0, 1)).label_names == ("-1", "0", "1")
     assert task(tmp_path, rows_of(1.0, 2.0, "1")).label_names == ("1", "2")
-    for regression in (task(tmp_path, rows_of(0.5, 1, 2)), task(tmp_path, rows_of(*range(30)))):
+    for regression in (task(tmp_path, rows_of(0.5, 1, 2)), task(tmp_path, rows_of(*range(30)), kind="regression")):
         assert regression.label_names == ()
         assert regression.metrics == ("pearson", "spearman")
+    assert task(tmp_path, rows_of("none", "NA", "some")).label_names == ("NA", "none", "some")
+    assert task(tmp_path, rows_of(1, "one"), kind="classification").label_names == ("1", "one")
     assert task(tmp_path, rows_of(*range(30)), kind="classification").label_names[:3] == ("0", "1", "2")
     assert task(tmp_path, rows_of(1, 2), kind="regression").train.labels.tolist() == [1.0, 2.0]
 
@@ -176,6 +214,10 @@ def test_numbers_are_classes_in_their_order_or_a_regression(tmp_path: Path) -> N
         (rows_of("a", "b"), rows_of("a", "c"), {}, "dev.jsonl, row 2: label 'c'; expected one of the training labels"),
         (rows_of("a", ""), None, {}, "train.jsonl, row 2: no label"),
         (rows_of("a", "b"), rows_of(None), {}, "dev.jsonl, row 1: no label"),
+        (rows_of(0.5, 1.5, "NA"), None, {}, "train.jsonl, row 3: no label in 'label', found 'NA'"),
+        (rows_of(0, 1), rows_of(0, math.nan), {}, "dev.jsonl, row 2: no label in 'label', found nan"),
+        ([*rows_of(1), {"text": "x"}], None, {}, "train.jsonl, row 2: no label in 'label', found None"),
+        (rows_of("a", "b\tc"), None, {}, "train.jsonl, row 2: label 'b\\tc'; expected one without tabs"),
         (rows_of(1, 2.5), rows_of("x"), {}, "dev.jsonl, row 1: label 'x'; expected a number"),
         ([{"text": None, "label": 1}, {"text": "x", "label": 2}], None, {}, "row 1: None in column 'text'"),
     ],
@@ -191,6 +233,21 @@ def test_bad_labels_are_refused_with_file_and_row(
 def test_words_are_no_regression(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"task\.kind='regression': expected labels that are numbers, found 'good'"):
         task(tmp_path, ROWS, kind="regression")
+    with pytest.raises(ConfigError, match=r"found 'inf' \(.*train\.jsonl, row 2\)"):
+        task(tmp_path, rows_of(0.5, "inf"), kind="regression")
+
+
+def test_what_may_be_classes_or_values_has_to_be_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"30 different whole numbers in 'label'; .*classification or task\.kind=regr"
+    ):
+        task(tmp_path, rows_of(*range(30)))
+    with pytest.raises(ConfigError, match=r"train\.jsonl, row 2: label 'inf', while others are numbers; expected task"):
+        task(tmp_path, rows_of(0.5, "inf"))
+    rows = [{"text": "x", "label": "1.5"}, {"text": "y", "label": "null"}]
+    path = str(write(tmp_path / "a.csv", rows))
+    with pytest.raises(DataError, match=r"a\.csv, row 2 \(without the header\): no label"):
+        read_own_table(TaskConfig(train=path, dev=path))
 
 
 def test_a_test_file_needs_no_labels(tmp_path: Path) -> None:
@@ -199,3 +256,19 @@ def test_a_test_file_needs_no_labels(tmp_path: Path) -> None:
     (split,) = task(tmp_path, ROWS, test=rows_of("good", None)).test
     assert split.labels[0] == 1.0
     assert math.isnan(split.labels[1])
+    (split,) = task(tmp_path, rows_of(0.5, 1), test=rows_of("N/A", 2)).test
+    assert math.isnan(split.labels[0])
+    assert split.labels[1] == 2.0
+
+
+def test_test_labels_that_are_all_minus_one_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "sharebert.finetune.own_table")
+    for train in (rows_of(0.5, 1), rows_of("a", "b")):
+        caplog.clear()
+        (split,) = task(tmp_path, train, test=rows_of(-1, -1.0)).test
+        assert np.isnan(split.labels).all()
+        assert "every label is -1, which counts as none" in caplog.text
+    (split,) = task(tmp_path, rows_of(-1, 1), test=rows_of(-1)).test
+    assert split.labels.tolist() == [0.0]
+    (split,) = task(tmp_path, rows_of(0.5, 1), test=rows_of(-1, 0)).test
+    assert split.labels.tolist() == [-1.0, 0.0]

@@ -1,4 +1,4 @@
-"""The settings of fine-tuning: verb `finetune`. The defaults are the protocol of the paper."""
+"""The settings of fine-tuning: verb `finetune`. Epochs, warm-up and decay are those of the paper by default."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TaskConfig:
     """For `table`: the column to predict; null: found by its name."""
     kind: str = "auto"
     """For `table`: `classification`, `regression`, or `auto`: regression where the labels are numbers that are not all
-    whole, or more than 20 different ones."""
+    whole, classes where they are words or up to 20 different whole numbers; anything else has to be said."""
     score: list[str] = field(default_factory=list)
     """Figures whose mean is the run's score, by which a sweep chooses; empty: all of the task's (GLUE's own rule),
     for `table` accuracy, or Pearson and Spearman."""
@@ -155,7 +155,8 @@ class FinetuneConfig:
     random_encoder: bool = False
     """Start from random weights of the encoder's size, with its tokenizer: what pretraining is compared with."""
     dropout: Optional[float] = None
-    """Dropout of hidden states, attention and head; null: as the encoder was pretrained (the paper: 0.1)."""
+    """Dropout of hidden states, attention and head; null: as the encoder was pretrained, with a warning where that was
+    without (the paper: 0.1)."""
     seed: int = 1
     """Seed of the new weights, data order and dropout."""
     epochs: float = 3.0

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -21,7 +23,7 @@ from sharebert.export.tokenizer import special_tokens, write_tokenizer
 from sharebert.export.unshared import how_to_go_on, write_unshared
 from sharebert.files import appearing_folder
 from sharebert.launch import EXIT_FINISHED
-from sharebert.model.convert import to_transformers_state
+from sharebert.model.convert import SEQ_LEN_KEY, to_transformers_state
 from sharebert.train_state import load_model
 
 
@@ -40,13 +42,17 @@ def main(arguments: Sequence[str]) -> int:
         print(how_to_go_on(write_unshared(options.checkpoint, options.folder), options.folder))
         return EXIT_FINISHED
     export(options.checkpoint, options.folder)
-    mask = json.loads((options.folder / "tokenizer_config.json").read_text(encoding="utf-8"))["mask_token"]
-    print(f"wrote {options.folder}; with transformers installed, try:")
-    print(
-        f"""  python -c "from transformers import pipeline; """
-        f"""print(pipeline('fill-mask', '{options.folder}')('Return the {mask} of the list.'))\""""
-    )
+    print(f"wrote {options.folder}; with transformers installed, try:\n  {_line_to_try(options.folder)}")
     return EXIT_FINISHED
+
+
+def _line_to_try(folder: Path) -> str:
+    """A shell command that fills a mask, whatever characters the path has."""
+    mask = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["mask_token"]
+    # As JSON they have double quotes, which the shell's single ones leave alone.
+    path, text = (json.dumps(value, ensure_ascii=False) for value in (str(folder), f"Return the {mask} of the list."))
+    code = f'from transformers import pipeline; print(pipeline("fill-mask", {path})({text}))'
+    return f"python -c {shlex.quote(code)}"
 
 
 def export(path: Path, folder: Path) -> None:
@@ -65,7 +71,14 @@ def export(path: Path, folder: Path) -> None:
         tokenizer = Tokenizer.from_file(str(path / TOKENIZER_FILE))
         special = special_tokens(tokenizer)
         ids = {f"{role}_token_id": tokenizer.token_to_id(special[f"{role}_token"]) for role in ("pad", "cls", "sep")}
-        (target / "config.json").write_text(json.dumps({**config, **ids}, indent=2) + "\n", encoding="utf-8")
+        config = {**config, **ids, **_trained_length(meta)}
+        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(state, target / MODEL_FILE, metadata={"format": "pt"})
         write_tokenizer(target, tokenizer, special, config["max_position_embeddings"])
         (target / "README.md").write_text(model_card(path, meta, architecture), encoding="utf-8")
+
+
+def _trained_length(meta: dict[str, Any]) -> dict[str, int]:
+    """The length of the sequences of pretraining; nothing after other weights, which may know greater lengths."""
+    config = meta["config"]
+    return {SEQ_LEN_KEY: config["data"]["seq_len"]} if config["init_from"] is None else {}

@@ -5,43 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+MOST_NAMES = 8
+
 
 def model_card(path: Path, meta: dict[str, Any], architecture: str) -> str:
     """The text, from the `meta` of the checkpoint at `path`."""
     config = meta["config"]
-    data, optim, model = config["data"], config["optim"], config["model"]
-    masked = "whole words" if config["masking"]["whole_word"] else "wordpieces"
     figures = "".join(
         f"| `{name}` | {f'{value:.4f}' if value % 1 else f'{value:,.0f}'} |\n"
         for name, value in (meta["evaluation"] or {}).items()
     )
-    rows = [
-        (
-            "model",
-            f"{model['name']}: {model['num_layers']} layers, width {model['hidden_size']}, {model['norm']}-norm, "
-            f"vocabulary {meta['vocab_size']:,}",
-        ),
-        ("text", f"{data['source']} {data['hf_path'] or ''}".rstrip()),
-        ("sequences", _sequences(data["seq_len"], model["max_position_embeddings"])),
-        ("unsharing", _unsharing(meta)),
-        *_beginning(meta),
-        ("batch", f"{config['global_batch_size']} sequences an update, {meta['samples_seen']:,} seen"),
-        (
-            "optimizer",
-            f"{optim['name']}, peak rate {optim['lr']:g}, warm-up {optim['warmup_steps']:,}, {optim['schedule']}",
-        ),
-        ("masking", f"{config['masking']['probability']:.0%}, {masked}"),
-        ("sha256 of tokens", meta["corpus"]["train"]),
-        ("sha256 of tokenizer", meta["corpus"]["tokenizer"]),
-        ("code", f"commit {meta['git_commit'] or 'unknown'}"),
-    ]
-    recipe = "".join(f"| {name} | {value} |\n" for name, value in rows)
+    recipe = "".join("| {} | {} |\n".format(name, value.replace("|", "\\|")) for name, value in _recipe(meta))
     return f"""---
 library_name: transformers
 pipeline_tag: fill-mask
 ---
 
-# {config["run_name"] or model["name"]}
+# {config["run_name"] or config["model"]["name"]}
 
 `{architecture}`, pretrained with sharebert {meta["sharebert_version"]} (share layers, then unshare: arXiv 2110.03848).
 Exported from `{path.resolve().name}`: step {meta["step"]:,} of {config["max_steps"]:,}, phase {meta["phase"]}.
@@ -58,9 +38,44 @@ Held out (last evaluation of the run up to this step):
 {figures or "| none | |" + chr(10)}"""
 
 
-def _sequences(seq_len: int, positions: int) -> str:
-    untrained = f" (positions from {seq_len + 1:,} to {positions:,} are untrained)" if seq_len < positions else ""
-    return f"of {seq_len:,} tokens{untrained}"
+def _recipe(meta: dict[str, Any]) -> list[tuple[str, str]]:
+    """What was trained, on what, and how."""
+    config = meta["config"]
+    data, optim, model = config["data"], config["optim"], config["model"]
+    masked = "whole words" if config["masking"]["whole_word"] else "wordpieces"
+    size = f"{model['num_layers']} layers, width {model['hidden_size']}, {model['norm']}-norm"
+    rate = f"peak rate {optim['lr']:g}, warm-up {optim['warmup_steps']:,}, {optim['schedule']}"
+    betas = " and ".join(f"{beta:g}" for beta in optim["betas"])
+    clip_norm = "none" if optim["clip_norm"] is None else f"{optim['clip_norm']:g}"
+    decay = f"betas {betas}, weight decay {optim['weight_decay']:g}, clip norm {clip_norm}"
+    return [
+        ("model", f"{model['name']}: {size}, vocabulary {meta['vocab_size']:,}"),
+        ("text", _text(data)),
+        ("sequences", _sequences(config)),
+        ("unsharing", _unsharing(meta)),
+        *_beginning(meta),
+        ("batch", f"{config['global_batch_size']} sequences an update, {meta['samples_seen']:,} seen"),
+        ("optimizer", f"{optim['name']}, {rate}, {decay}"),
+        ("masking", f"{config['masking']['probability']:.0%}, {masked}"),
+        ("seed", str(config["seed"])),
+        ("sha256 of tokens", meta["corpus"]["train"]),
+        ("sha256 of tokenizer", meta["corpus"]["tokenizer"]),
+        ("code", f"commit {meta['git_commit'] or 'unknown'}"),
+    ]
+
+
+def _text(data: dict[str, Any]) -> str:
+    """The source, and the names of its dataset and files: of many, the first ones."""
+    names = [*([data["hf_path"]] if data["hf_path"] else []), *(Path(file).name for file in data["files"])]
+    more = [f"{len(names) - MOST_NAMES} more"] if len(names) > MOST_NAMES else []
+    return " ".join([data["source"], ", ".join([*names[:MOST_NAMES], *more])]).rstrip()
+
+
+def _sequences(config: dict[str, Any]) -> str:
+    seq_len, positions = config["data"]["seq_len"], config["model"]["max_position_embeddings"]
+    state = "are untrained" if config["init_from"] is None else "are those that it began from"
+    beyond = f" (positions from {seq_len + 1:,} to {positions:,} {state})" if seq_len < positions else ""
+    return f"of {seq_len:,} tokens{beyond}"
 
 
 def _unsharing(meta: dict[str, Any]) -> str:
@@ -71,8 +86,17 @@ def _unsharing(meta: dict[str, Any]) -> str:
     updates = meta.get("unshared_at", [])  # not in checkpoints of the first version
     if not updates and unshare["policy"] == "fixed" and meta["phase"] == "unshared":
         updates = [unshare["step"]]
-    when = f"at update {', '.join(f'{update:,}' for update in updates)}" if updates else "not yet"
-    return f"{unshare['policy']}, {when}, units of {unshare['unit_layers']} layer(s)"
+    units = f"units of {unshare['unit_layers']} layer(s)"
+    if "unshared_from" in meta:  # by `export --unshare`, whatever the policy of the run
+        earlier = f" (in part {_at(updates[:-1])})" if updates[1:] else ""
+        origin = f"from {meta['unshared_from']['checkpoint']}, after update {meta['step']:,}"
+        return f"unshared offline {origin}{earlier}, {units}"
+    when = _at(updates) if updates else "not yet"
+    return f"{unshare['policy']}, {when}, {units}"
+
+
+def _at(updates: list[int]) -> str:
+    return f"at update {', '.join(f'{update:,}' for update in updates)}"
 
 
 def _beginning(meta: dict[str, Any]) -> list[tuple[str, str]]:

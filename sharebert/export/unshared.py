@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +82,16 @@ def how_to_go_on(meta: dict[str, Any], folder: Path) -> str:
     step, config = meta["step"], meta["config"]
     wrote = f"wrote {folder}: step {step:,} of {config['max_steps']:,}, unshared"
     if step >= config["max_steps"]:
-        beginning = f"init_from={folder} unshare=never"
+        beginning = shlex.join([f"init_from={_hydra_value(folder)}", "unshare=never"])
         return f"{wrote}; its run is finished. Another one can begin with its weights:\n  {beginning}"
-    settings = ["run_name=NEW", f"checkpoint.resume={folder}"]
+    settings = ["run_name=NEW", f"checkpoint.resume={_hydra_value(folder)}"]
     if config["unshare"]["policy"] == "fixed":
         settings += ["unshare.policy=fixed", f"unshare.step={config['unshare']['step']}"]
-    return f"{wrote}; to train on from it, add to the command of its run:\n  {' '.join(settings)}"
+    return f"{wrote}; to train on from it, add to the command of its run:\n  {shlex.join(settings)}"
+
+
+def _hydra_value(path: Path) -> str:
+    """A path as Hydra reads it after a key: in quotes, where it has other than plain characters."""
+    if re.fullmatch(r"[\w./-]+", str(path), re.ASCII):
+        return str(path)
+    return "'{}'".format(re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", r"\'"), str(path)))

@@ -12,6 +12,7 @@ from torch import nn
 from sharebert import distributed
 from sharebert.finetune.problem import Outputs, Problem
 from sharebert.finetune.sequences import Sequences
+from sharebert.update import NonFiniteError
 
 
 @torch.no_grad()
@@ -33,6 +34,9 @@ def predict(
         sequences: the same on every rank.
         batch_size: sequences in a forward pass on one process.
         should_stop: asked before each forward pass; the same answer on every rank.
+
+    Raises:
+        NonFiniteError: on every rank; an output is not a finite number. Figures would still be found for it.
     """
     device = next(model.parameters()).device
     pad_id = int(model.config.pad_token_id or 0)  # type: ignore[union-attr, arg-type]
@@ -51,8 +55,16 @@ def predict(
             outputs = problem.outputs(model(**batch), batch["attention_mask"]).cpu().numpy()
             for row, output, length in zip(rows.tolist(), outputs, sequences.lengths[rows], strict=True):
                 found[row] = output[:length] if output.ndim > 1 else output
+    return _gathered(found, problem, sequences)
+
+
+def _gathered(found: dict[int, np.ndarray], problem: Problem, sequences: Sequences) -> Outputs:
+    """The outputs that the ranks found, in order; refused where they are not finite numbers."""
     for others in distributed.gather(found):
         found |= others
+    if broken := sum(not np.isfinite(output).all() for output in found.values()):
+        name = next((split.name for split in problem.splits if split.sequences is sequences), "without a name")
+        raise NonFiniteError(f"split {name}: outputs for {broken} of {len(found)} sequences are not finite numbers")
     return [found[row] for row in range(len(sequences))]
 
 

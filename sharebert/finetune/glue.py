@@ -6,15 +6,20 @@ row of the test set.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sharebert.config import TaskConfig
 from sharebert.data.format import DataError
 from sharebert.finetune.splits import RawSplit, read_splits
+from sharebert.finetune.tables import as_texts, describe_row, plain
 from sharebert.finetune.tasks import GLUE, STSB_RANGE, Floats, GlueTask, TextSplit, TextTask
+
+logger = logging.getLogger(__name__)
 
 HUB_PATH = "nyu-mll/glue"
 UNLABELLED = -1
@@ -33,10 +38,13 @@ def read_glue(config: TaskConfig) -> TextTask:
     found = read_splits(config, HUB_PATH, config.name, required, glue.test_splits if glue.trains else ())
 
     def split(name: str, position: int, is_test: bool) -> TextSplit:
-        suffix = glue.suffixes[position]
-        submission = glue.submission + suffix.replace("_", "-") if is_test else ""
-        texts = tuple(_texts(found[name], column) for column in glue.columns)
-        return TextSplit(name, texts, _labels(found[name], glue), suffix, submission)
+        raw, suffix = found[name], glue.suffixes[position]
+        texts = tuple(as_texts(raw.column(column), raw.source, column) for column in glue.columns)
+        labels, order = _labels(raw, glue), _submission_order(raw) if is_test else None
+        if order is None:
+            return TextSplit(name, texts, labels, suffix)
+        texts = tuple([column[row] for row in order] for column in texts)
+        return TextSplit(name, texts, labels[order], suffix, glue.submission + suffix.replace("_", "-"))
 
     test = [(position, name) for position, name in enumerate(glue.test_splits) if name in found]
     return TextTask(
@@ -51,16 +59,32 @@ def read_glue(config: TaskConfig) -> TextTask:
     )
 
 
-def _texts(split: RawSplit, column: str) -> list[str]:
-    values = split.column(column)
-    for row, value in enumerate(values, start=1):
-        if not isinstance(value, str):
-            raise DataError(f"{split.source}, row {row}: {value!r} in column {column!r}; expected a text")
-    return values
+def _submission_order(split: RawSplit) -> NDArray[np.int64] | None:
+    """The rows as a submission numbers them: by `idx`, where there is one; None where rows of it are missing.
+
+    Raises:
+        DataError: an `idx` is no whole number, or stands twice.
+    """
+    if "idx" not in split.columns:
+        return np.arange(len(next(iter(split.columns.values()))))
+    rows: dict[int, int] = {}
+    for row, value in enumerate(split.columns["idx"], start=1):
+        text = (plain(value) or "").removesuffix(".0")
+        if not text.isdecimal():
+            raise DataError(f"{describe_row(split.source, row)}: idx {value!r}; expected a whole number from 0")
+        if int(text) in rows:
+            other = rows[int(text)] + 1
+            raise DataError(f"{describe_row(split.source, row)}: idx {text}, which row {other} has; expected it once")
+        rows[int(text)] = row - 1
+    if missing := [index for index in range(len(rows)) if index not in rows]:
+        counts = (max(rows) + 1 - len(rows), max(rows) + 1, missing[0])
+        logger.warning("%s: %d of %d idx are missing, the first is %d: no submission file", split.source, *counts)
+        return None
+    return np.array([rows[index] for index in range(len(rows))], dtype=np.int64)
 
 
 def _labels(split: RawSplit, glue: GlueTask) -> Floats:
-    """(rows,) class numbers in the order of `glue.label_names`, or values; NaN for -1 or where there is no label."""
+    """(rows,) class numbers in the order of `glue.label_names`, or values; NaN for -1 or no label."""
     if "label" not in split.columns:
         return np.full(len(split.column(glue.columns[0])), math.nan)
     values = split.columns["label"]
@@ -77,18 +101,23 @@ def _labels(split: RawSplit, glue: GlueTask) -> Floats:
 
 
 def _class_number(value: object, by_value: dict[str, float], row: int, split: RawSplit) -> float:
-    if value is None:
+    text = plain(value)
+    if text is None:
         return math.nan
-    if str(value) not in by_value:
-        raise DataError(f"{split.source}, row {row}: label {value!r}; expected one of {', '.join(by_value)}")
-    return by_value[str(value)]
+    text = text.removesuffix(".0")  # numbers of a column with empty cells, as pandas writes them
+    if text not in by_value:
+        raise DataError(f"{describe_row(split.source, row)}: label {value!r}; expected one of {', '.join(by_value)}")
+    return by_value[text]
 
 
 def _value(value: object, row: int, split: RawSplit) -> float:
+    text = plain(value)
     try:
-        number = math.nan if value is None else float(str(value))
-    except ValueError as error:
-        raise DataError(f"{split.source}, row {row}: label {value!r}; expected a number") from error
+        number = math.nan if text is None else float(text)
+    except ValueError:
+        number = math.inf
+    if math.isinf(number):
+        raise DataError(f"{describe_row(split.source, row)}: label {value!r}; expected a number")
     return math.nan if number == UNLABELLED else number
 
 

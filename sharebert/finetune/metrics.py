@@ -5,7 +5,6 @@ Legend: N scored rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -78,7 +77,7 @@ def score(names: Sequence[str], labels: Floats, predictions: Floats) -> dict[str
     Args:
         names: keys of `METRICS`.
         labels: (rows,) class numbers or values; NaN where a row has none, which is never scored.
-        predictions: (rows,), likewise.
+        predictions: (rows,), likewise; finite numbers, which `evaluate.predict` sees to.
 
     Returns:
         Empty where no row has a label.
@@ -86,5 +85,4 @@ def score(names: Sequence[str], labels: Floats, predictions: Floats) -> dict[str
     is_labelled = ~np.isnan(labels)
     if not is_labelled.any():
         return {}
-    figures = {name: METRICS[name](labels[is_labelled], predictions[is_labelled]) for name in names}
-    return {name: value if math.isfinite(value) else 0.0 for name, value in figures.items()}
+    return {name: METRICS[name](labels[is_labelled], predictions[is_labelled]) for name in names}

@@ -21,9 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sharebert.checkpoint import META_FILE, MODEL_FILE, TOKENIZER_FILE
-from sharebert.config import ConfigError
+from sharebert.config import ConfigError, FinetuneConfig
 from sharebert.data.format import DataError
 from sharebert.finetune.problem import Problem
+from sharebert.model.convert import with_usual_names
 from sharebert.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ ENCODER_PREFIX = "bert."
 POOLER_PREFIX = "bert.pooler."
 MODEL_TYPES = ("bert", "megatron-bert")
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+PICKLED_FILE = "pytorch_model.bin"
 
 
 def check_extra() -> None:
@@ -45,6 +47,11 @@ def check_extra() -> None:
             raise ConfigError(f"finetune: expected the package {package}; pip install 'sharebert[hf]'")
 
 
+def encoder_folder(config: FinetuneConfig) -> Path:
+    """The folder that `encoder` names."""
+    return Path(str(config.encoder)).expanduser()
+
+
 def read_encoder_config(folder: Path) -> dict[str, Any]:
     """`config.json` of an encoder folder.
 
@@ -55,6 +62,9 @@ def read_encoder_config(folder: Path) -> dict[str, Any]:
     if (folder / META_FILE).is_file() and (folder / "training_state.pt").is_file():
         raise ConfigError(f"{given}: a training checkpoint; export it first: sharebert export {folder} my-bert")
     missing = [name for name in ("config.json", MODEL_FILE, TOKENIZER_FILE) if not (folder / name).is_file()]
+    if MODEL_FILE in missing and (folder / PICKLED_FILE).is_file():
+        expected = "load it with Transformers' AutoModel and save_pretrained it to another folder, with its tokenizer"
+        raise ConfigError(f"{given}: {PICKLED_FILE} there; expected {MODEL_FILE}: {expected}")
     if missing:
         expected = "expected a folder written by `sharebert export CHECKPOINT FOLDER`"
         raise ConfigError(f"{given}: no {missing[0]} there; {expected}")
@@ -137,7 +147,8 @@ def _fresh_model(folder: Path, problem: Problem, seed: int, dropout: float | Non
     transformers.utils.logging.disable_progress_bar()
     settings = problem.model_settings()
     if dropout is not None:
-        settings |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        names = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+        settings |= dict.fromkeys(names, dropout)  # the last one is unknown to MegatronBert, and passed over
     config = transformers.AutoConfig.from_pretrained(folder, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "finetune", "new weights"))
@@ -146,10 +157,13 @@ def _fresh_model(folder: Path, problem: Problem, seed: int, dropout: float | Non
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
+    """Under the usual names, whichever the folder has, and without a masked-LM head, which no task uses."""
     try:
-        return {name: tensor.float() for name, tensor in load_file(folder / MODEL_FILE).items()}
+        tensors = load_file(folder / MODEL_FILE)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{folder / MODEL_FILE}: cannot be read ({error})") from error
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("cls.")}
+    return {name: tensor.float() for name, tensor in with_usual_names(kept).items()}
 
 
 def _encoder_tensors(folder: Path) -> dict[str, Tensor]:

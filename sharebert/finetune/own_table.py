@@ -11,7 +11,7 @@ import numpy as np
 
 from sharebert.config import ConfigError, TaskConfig, near_match
 from sharebert.data.format import DataError
-from sharebert.finetune.tables import Columns, read_table
+from sharebert.finetune.tables import Columns, as_texts, describe_row, plain, read_table
 from sharebert.finetune.tasks import Floats, TextSplit, TextTask
 
 logger = logging.getLogger(__name__)
@@ -28,15 +28,19 @@ TEXT_PAIRS = (
     ("query", "document"),
 )
 TEXT_NAMES = ("text", "sentence", "content", "review", "comment", "document", "body", "message", "title")
+NO_TEXTS = ("id", "idx", "index", "guid")
+"""Columns of these names, and of numbers only, are not taken for texts because nothing else is there."""
+MISSING = ("na", "n/a", "nan", "null", "none")
+"""Among numbers, and in any case, these are no labels; among words they are words."""
 MOST_CLASSES = 20
-"""Whole numbers of more different values than this are a regression, under `task.kind=auto`."""
+"""Whole numbers of more different values may be classes or values: `task.kind` has to say which."""
 
 
 def read_own_table(config: TaskConfig) -> TextTask:
     """The task in the files `config.train`, `config.dev` and `config.test`.
 
     Raises:
-        ConfigError: a column that is not there, or no rule finds it; the message names the key and the columns.
+        ConfigError: a column or a kind that is not there, or no rule finds it; the message names the key.
         DataError: a file that cannot be read, a text or label that is missing, one label only, an unknown label.
     """
     files = {name: Path(value).expanduser() for name in ("train", "dev", "test") if (value := getattr(config, name))}
@@ -47,20 +51,16 @@ def read_own_table(config: TaskConfig) -> TextTask:
         needed = texts if name == "test" else (*texts, label)
         if missing := [column for column in needed if column not in tables[name]]:
             raise DataError(f"{path}: no column {missing[0]!r}; it has {', '.join(tables[name])}")
-    values = {
-        name: _plain_labels(tables[name].get(label), len(tables[name][texts[0]]), path, name == "test")
-        for name, path in files.items()
-    }
-    train_labels = [value for value in values["train"] if value is not None]
-    is_regression = _is_regression(config.kind, train_labels)
-    names = () if is_regression else _class_names(train_labels, files["train"], label)
+    labels, is_regression = _labels(config.kind, files, tables, label)
+    names = () if is_regression else _class_names(labels["train"], files["train"], label)
     shown = ", ".join(names[:12]) + (", …" if len(names) > 12 else "")
     what = "regression" if is_regression else f"{len(names)} classes ({shown})"
     logger.info("table: text %s, label %s: %s", " and ".join(map(repr, texts)), repr(label), what)
     splits = {}
     for name, path in files.items():
-        rows = tuple(_texts(tables[name][column], path, column) for column in texts)
-        splits[name] = TextSplit(name, rows, _numbers(values[name], names, path))
+        rows = tuple(as_texts(tables[name][column], path, column) for column in texts)
+        known = _without_placeholders(labels[name], names, path) if name == "test" else labels[name]
+        splits[name] = TextSplit(name, rows, _numbers(known, names, path))
     return TextTask(
         label_names=names,
         metrics=("pearson", "spearman") if is_regression else ("accuracy", "macro_f1", "mcc"),
@@ -91,9 +91,11 @@ def _text_columns(config: TaskConfig, table: Columns, label: str) -> tuple[str, 
     for names in (*TEXT_PAIRS, *((name,) for name in TEXT_NAMES)):
         if all(name in lower for name in names):
             return tuple(lower[name] for name in names)
-    if len(lower) in (1, 2):  # nothing else is there
-        return tuple(column for column in table if column != label)
-    columns = ", ".join(column for column in table if column != label)
+    others = [column for column in table if column != label]
+    found = tuple(column for column in others if not _is_no_text(column, table[column]))
+    if len(others) in (1, 2) and found:  # nothing else is there
+        return found
+    columns = ", ".join(others)
     raise ConfigError(f"task.text_columns=[]: expected the names of one or two columns of text, among: {columns}")
 
 
@@ -103,30 +105,66 @@ def _existing(key: str, column: str, table: Columns) -> str:
     return column
 
 
-def _plain_labels(values: list[Any] | None, num_rows: int, path: Path, may_miss: bool) -> list[str | None]:
-    """Labels as text, so that 1 and "1" of two kinds of files are the same; None where a test row has none."""
-    if values is None:
-        return [None] * num_rows
-    plain: list[str | None] = []
-    for row, value in enumerate(values, start=1):
-        if isinstance(value, float) and (math.isnan(value) or value.is_integer()):
-            value = None if math.isnan(value) else int(value)
-        text = "" if value is None else str(value).strip()
-        if not text and not may_miss:
-            raise DataError(f"{path}, row {row}: no label")
-        plain.append(text or None)
-    return plain
+def _is_no_text(column: str, values: list[Any]) -> bool:
+    cells = [cell for value in values if (cell := plain(value)) is not None]
+    return column.lower() in NO_TEXTS or (bool(cells) and all(_number(cell) is not None for cell in cells))
 
 
-def _is_regression(kind: str, labels: list[str]) -> bool:
-    numbers = [_number(label) for label in labels]
-    if any(number is None for number in numbers):
+def _labels(
+    kind: str, files: dict[str, Path], tables: dict[str, Columns], column: str
+) -> tuple[dict[str, list[str | None]], bool]:
+    """The labels of each file as text, None where a test row has none; and whether they are those of a regression."""
+    found = {
+        name: [plain(value) for value in table.get(column) or [None] * len(next(iter(table.values())))]
+        for name, table in tables.items()
+    }
+    are_numbers = _are_numbers(kind, found["train"], files["train"])
+    if are_numbers:
+        found = {name: [None if _is_missing(value) else value for value in values] for name, values in found.items()}
+    for name in ("train", "dev"):
+        if None in found[name]:
+            row = found[name].index(None)
+            where = describe_row(files[name], row + 1)
+            raise DataError(f"{where}: no label in {column!r}, found {tables[name][column][row]!r}; expected one")
+    return found, are_numbers and _is_regression(kind, column, found["train"])
+
+
+def _is_missing(label: str | None) -> bool:
+    return label is None or label.lower() in MISSING
+
+
+def _are_numbers(kind: str, labels: list[str | None], path: Path) -> bool:
+    """Whether the labels are numbers, but for those that are missing.
+
+    Raises:
+        ConfigError: some are numbers and some words, and `kind` does not say that they are classes.
+    """
+    has_numbers = any(_number(label) is not None for label in labels if label is not None)
+    for row, label in enumerate(labels, start=1):
+        if label is None or _is_missing(label) or _number(label) is not None:
+            continue
+        where = describe_row(path, row)
         if kind == "regression":
-            wrong = next(label for label in labels if _number(label) is None)
-            raise ConfigError(f"task.kind='regression': expected labels that are numbers, found {wrong!r}")
+            raise ConfigError(f"task.kind='regression': expected labels that are numbers, found {label!r} ({where})")
+        if kind == "auto" and has_numbers:
+            raise ConfigError(
+                f"task.kind='auto': {where}: label {label!r}, while others are numbers; "
+                "expected task.kind=classification, or numbers only and task.kind=regression"
+            )
         return False
-    are_whole = all(number is not None and number.is_integer() for number in numbers)
-    return kind == "regression" or (kind == "auto" and (not are_whole or len(set(numbers)) > MOST_CLASSES))
+    return has_numbers or kind == "regression"
+
+
+def _is_regression(kind: str, column: str, labels: list[str | None]) -> bool:
+    """Of labels that are numbers."""
+    if kind != "auto":
+        return kind == "regression"
+    numbers = {float(label) for label in labels if label is not None}
+    are_whole = all(number.is_integer() for number in numbers)
+    if are_whole and len(numbers) > MOST_CLASSES:
+        found = f"{len(numbers)} different whole numbers in {column!r}"
+        raise ConfigError(f"task.kind='auto': {found}; expected task.kind=classification or task.kind=regression")
+    return not are_whole
 
 
 def _number(text: str) -> float | None:
@@ -137,14 +175,27 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _class_names(labels: list[str], path: Path, column: str) -> tuple[str, ...]:
-    names = set(labels)
+def _class_names(labels: list[str | None], path: Path, column: str) -> tuple[str, ...]:
+    names = {label for label in labels if label is not None}
     if len(names) < 2:
         raise DataError(f"{path}: every row has the label {labels[0]!r} in {column!r}; expected at least two classes")
+    for name in names:
+        if "\t" in name or len(name.splitlines()) > 1:  # they stand in tables of predictions
+            where = describe_row(path, labels.index(name) + 1)
+            raise DataError(f"{where}: label {name!r}; expected one without tabs and line ends")
     numbers = {name: _number(name) for name in names}
     if all(number is not None for number in numbers.values()):
         return tuple(sorted(names, key=lambda name: (numbers[name] or 0.0, name)))
     return tuple(sorted(names))
+
+
+def _without_placeholders(labels: list[str | None], names: tuple[str, ...], path: Path) -> list[str | None]:
+    """The labels; None for all where each is -1, as in the test sets of GLUE, and no class is called so."""
+    given = {_number(label) for label in labels if label is not None}
+    if given != {-1.0} or -1.0 in map(_number, names):
+        return labels
+    logger.info("%s: every label is -1, which counts as none: nothing is scored", path)
+    return [None] * len(labels)
 
 
 def _numbers(labels: list[str | None], names: tuple[str, ...], path: Path) -> Floats:
@@ -155,13 +206,6 @@ def _numbers(labels: list[str | None], names: tuple[str, ...], path: Path) -> Fl
         value = numbers.get(label) if names or label is None else _number(label)
         if value is None:
             expected = f"one of the training labels: {', '.join(names)}" if names else "a number"
-            raise DataError(f"{path}, row {row}: label {label!r}; expected {expected}")
+            raise DataError(f"{describe_row(path, row)}: label {label!r}; expected {expected}")
         values.append(value)
     return np.array(values, dtype=np.float64)
-
-
-def _texts(values: list[Any], path: Path, column: str) -> list[str]:
-    for row, value in enumerate(values, start=1):
-        if not isinstance(value, str):
-            raise DataError(f"{path}, row {row}: {value!r} in column {column!r}; expected a text")
-    return values

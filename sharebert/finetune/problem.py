@@ -36,6 +36,10 @@ class Problem(ABC):
     train: Sequences
     """Empty where nothing is trained."""
     splits: list[ScoredSplit]
+    source_hashes: dict[str, str]
+    """Of the files that the rows came from, by name."""
+    label_hashes: dict[str, str]
+    """Of labels or answers as they were read, with the names of the classes, by `<split> labels`."""
 
     @abstractmethod
     def model_settings(self) -> dict[str, Any]:
@@ -66,10 +70,14 @@ class Problem(ABC):
         """Files of predictions for a split, below the run folder."""
 
     def content_hashes(self) -> dict[str, str]:
-        """sha256 of the training set, targets included, and of each split, as token ids."""
+        """sha256 of the training set, targets included, and of each split, as token ids; and of all labels."""
         targets = self.targets(np.arange(len(self.train))).numpy().tobytes()
         train = hashlib.sha256(self.train.digest().encode() + targets).hexdigest()
-        return {"train": train, **{split.name: split.sequences.digest() for split in self.splits}}
+        return {
+            "train": train,
+            **{split.name: split.sequences.digest() for split in self.splits},
+            **self.label_hashes,
+        }
 
     def finish_model(self, model: Any) -> None:  # noqa: B027
         """Last change of the trained model before it is saved."""

@@ -15,17 +15,18 @@ from omegaconf import OmegaConf
 
 from sharebert import checkpoint, distributed
 from sharebert.checkpoint import FINETUNED, MODEL_FILE, TOKENIZER_FILE, CheckpointFolder, find_newest_good
-from sharebert.config import EngineConfig, FinetuneConfig, to_dict
+from sharebert.config import ConfigError, EngineConfig, FinetuneConfig, to_dict
 from sharebert.files import sha256_of_file
 from sharebert.finetune import model as models
-from sharebert.finetune.build import build_problem
+from sharebert.finetune.build import build_problem, source_hashes
 from sharebert.finetune.loop import Loop, Schedule, build_schedule, state_tensors
 from sharebert.finetune.problem import Problem
-from sharebert.finetune.results import finish, read_results
+from sharebert.finetune.results import finish, read_results, refuse_other_data
 from sharebert.launch import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     Ranks,
+    StopRequested,
     StopSignals,
     is_restart,
     stop_signals,
@@ -36,7 +37,7 @@ from sharebert.optim import build_optimizer, load_optimizer_state_by_name, optim
 from sharebert.precision import Precision, resolve_device, resolve_precision
 from sharebert.provenance import command_line, describe_origin
 from sharebert.resolve import largest_micro_batch
-from sharebert.run_folder import RunFolder, refuse_other_configuration, refuse_other_corpus, status_on_error
+from sharebert.run_folder import RunFolder, refuse_other_configuration, status_on_error
 from sharebert.train_state import Counters
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def finetune(config: FinetuneConfig, ranks: Ranks, folder: Path) -> int:
     """
     check_extras(config.logging)
     models.check_extra()
-    positions = int(models.read_encoder_config(Path(str(config.encoder)))["max_position_embeddings"])
+    encoder = models.read_encoder_config(models.encoder_folder(config))
     device = resolve_device(EngineConfig(device=config.engine.device), ranks)
     run = RunFolder(folder)
     with contextlib.ExitStack() as closing:
@@ -73,9 +74,19 @@ def finetune(config: FinetuneConfig, ranks: Ranks, folder: Path) -> int:
             open_log_file(folder / "log.txt")
             closing.callback(close_log_file)
             closing.push(status_on_error(run))
-        problem = build_problem(config, positions)
-        stop.check()
+        problem = build_problem(config, encoder)
+        _leave_together(stop)
         return _train(config, run, problem, device, start, stop, closing)
+
+
+def _leave_together(stop: StopSignals) -> None:
+    """Leave when any rank was asked to stop meanwhile: one that left alone would be waited for.
+
+    Raises:
+        StopRequested: on every rank.
+    """
+    if any(distributed.gather(stop.is_wanted())):  # patient: ranks may have read and tokenised at different speed
+        raise StopRequested(stop.received or "asked on another rank")
 
 
 def _enter(run: RunFolder, config: FinetuneConfig, device: torch.device) -> tuple[Path | None, bool]:
@@ -88,7 +99,7 @@ def _enter(run: RunFolder, config: FinetuneConfig, device: torch.device) -> tupl
         resolved, _ = _resolve(config, device, saved)
         refuse_other_configuration(saved, resolved, run.path)
         if is_finished:
-            _refuse_other_encoder(run, Path(str(config.encoder)))
+            _refuse_other_data(run, config)
             if not saved["checkpoint"]["keep_finished"]:
                 _drop_checkpoints(run, config)  # a kill may have come just before it
             return start, True
@@ -98,10 +109,20 @@ def _enter(run: RunFolder, config: FinetuneConfig, device: torch.device) -> tupl
     return start, False
 
 
-def _refuse_other_encoder(run: RunFolder, encoder: Path) -> None:
-    """Refuse to call a run finished that was made from another encoder under the same name."""
-    made_from = {"encoder": read_results(run.path)["encoder_sha256"]}
-    refuse_other_corpus({"corpus": made_from}, {"encoder": sha256_of_file(encoder / MODEL_FILE)}, run.path)
+def _refuse_other_data(run: RunFolder, config: FinetuneConfig) -> None:
+    """Refuse to call a run finished that was made from other data, or another encoder, under the same names."""
+    results = read_results(run.path)
+    weights = sha256_of_file(models.encoder_folder(config) / MODEL_FILE)
+    refuse_other_data({"encoder": results["encoder_sha256"]}, {"encoder": weights}, run.path)
+    before = results.get("data_sha256")  # not in those of the first version
+    if before is None:
+        return
+    try:
+        now = source_hashes(config)
+    except ConfigError as error:
+        logger.warning("%s: the data was not compared", error)  # a finished run needs no connection
+        return
+    refuse_other_data({**dict.fromkeys(now), **before}, now, run.path)
 
 
 def _saved_config(run: RunFolder) -> dict[str, Any]:
@@ -135,11 +156,11 @@ def _train(
     describe_origin()  # remembered: the commit of the code that runs, whatever is committed meanwhile
     meta = checkpoint.read_meta(start) if start is not None else {}
     config, precision = _resolve(config, device, meta.get("config"))
-    folder = Path(str(config.encoder))
+    folder = models.encoder_folder(config)
     hashes = {**problem.content_hashes(), "encoder": sha256_of_file(folder / MODEL_FILE)}
     hashes["tokenizer"] = sha256_of_file(folder / TOKENIZER_FILE)
     if meta:
-        refuse_other_corpus(meta, hashes, run.path)
+        refuse_other_data(meta["corpus"], hashes, run.path)
     schedule = build_schedule(config, len(problem.train))
     if schedule.max_steps == 0:
         model = models.load_fine_tuned(folder, problem).to(device)
@@ -256,6 +277,10 @@ def _announce(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dropout = model.config.hidden_dropout_prob  # type: ignore[union-attr]
     logger.info("model: %s, %s parameters, dropout %s", type(model).__name__, f"{parameters:,}", dropout)
+    if not dropout and config.dropout is None and schedule.max_steps > 0:
+        logger.warning(
+            "dropout is 0, as the encoder was pretrained; the paper fine-tunes with 0.1: dropout=0.1 sets it"
+        )
     logger.info(
         "engine: %s, %s, %d process(es), %d sequences an update in micro-batches of %d; rate %g after %d updates",
         config.engine.device,

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from torch import Tensor
+
+from data_prep.tokenizer import load_text_tokenizer
 
 TEXTS_AT_ONCE = 2048
 """Texts that the tokenizer is given together: it works on them in parallel, and holds its output for all of them."""
@@ -79,10 +80,11 @@ class SequencesBuilder:
 
 
 def load_tokenizer(file: Path, max_length: int | None) -> Any:
-    """The tokenizer of an encoder folder; cuts the longer of two texts first, down to `max_length`."""
-    tokenizer = Tokenizer.from_file(str(file))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    """The tokenizer of an encoder folder; cuts the longer of two texts first, down to `max_length`.
+
+    A text that spells a special token is text, as in pretraining; those around texts are added all the same.
+    """
+    tokenizer = load_text_tokenizer(file)
     if max_length is not None:
         tokenizer.enable_truncation(max_length)
     return tokenizer

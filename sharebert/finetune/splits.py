@@ -75,7 +75,10 @@ def _from_folder(folder: Path, names: Sequence[str]) -> dict[str, RawSplit]:
     if (folder / "dataset_dict.json").is_file():
         import datasets
 
-        return _of_datasets(datasets.load_from_disk(str(folder)), str(folder))
+        try:
+            return _of_datasets(datasets.load_from_disk(str(folder)), str(folder))
+        except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:  # by what is damaged or missing
+            raise DataError(f"{folder}: expected what `save_to_disk` wrote, found it damaged ({error!r})") from error
     found = {}
     for name in names:
         files = [path for suffix in SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
@@ -83,10 +86,21 @@ def _from_folder(folder: Path, names: Sequence[str]) -> dict[str, RawSplit]:
             raise DataError(f"{folder}: {files[0].name} and {files[1].name}; expected one file for a split")
         files = files or sorted(folder.glob(f"{name}-*.parquet"))  # as in a clone of the hub's repository
         if files:
-            tables = [read_table(path) for path in files]
-            columns = {column: [value for table in tables for value in table[column]] for column in tables[0]}
-            found[name] = RawSplit(str(files[0]), columns, {})
+            source = files[0] if len(files) == 1 else folder / f"{name}-*.parquet"
+            found[name] = RawSplit(str(source), _joined(files), {})
     return found
+
+
+def _joined(files: Sequence[Path]) -> Columns:
+    """The rows of all files, one after the other."""
+    tables = {path: read_table(path) for path in files}
+    first = tables[files[0]]
+    for path, table in tables.items():
+        if table.keys() != first.keys():
+            raise DataError(
+                f"{path}: columns {', '.join(table)}; expected those of {files[0].name}: {', '.join(first)}"
+            )
+    return {column: [value for table in tables.values() for value in table[column]] for column in first}
 
 
 def _of_datasets(dataset: Any, source: str) -> dict[str, RawSplit]:

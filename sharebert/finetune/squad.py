@@ -10,6 +10,8 @@ Legend: T tokens of a window, C of its part of the context.
 from __future__ import annotations
 
 import json
+import logging
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,9 @@ from sharebert.finetune.problem import Outputs, Problem, ScoredSplit
 from sharebert.finetune.sequences import Sequences, SequencesBuilder, encode_batches
 from sharebert.finetune.splits import RawSplit, read_splits
 from sharebert.finetune.squad_metrics import best_threshold, squad_figures
+from sharebert.finetune.tables import as_texts, describe_row
+
+logger = logging.getLogger(__name__)
 
 HUB_PATHS = {"squad": "rajpurkar/squad", "squad_v2": "rajpurkar/squad_v2"}
 DEV_SPLIT = "validation"
@@ -76,10 +81,13 @@ class SquadProblem(Problem):
         self.config = config
         self._has_null = config.name == "squad_v2"
         found = read_splits(config, HUB_PATHS[config.name], None, ("train", DEV_SPLIT), ())
-        questions = read_questions(found["train"])
+        questions = well_placed(read_questions(found["train"]), found["train"].source)
         windows = cut_windows(questions, tokenizer, special_ids, config, max_length)
         self.train, self._targets = windows.sequences, answer_positions(windows, questions)
         self.questions = read_questions(found[DEV_SPLIT])
+        key, count = Counter(self.questions.ids).most_common(1)[0]
+        if count > 1:  # an answer is kept for each id
+            raise DataError(f"{found[DEV_SPLIT].source}: id {key!r} stands {count} times; expected it once")
         self.windows = cut_windows(self.questions, tokenizer, special_ids, config, max_length)
         self.splits = [ScoredSplit(DEV_SPLIT, True, self.windows.sequences)]
         known = ("exact", "f1")
@@ -146,22 +154,50 @@ def read_questions(split: RawSplit) -> Questions:
     """The rows of a split with the columns `id`, `question`, `context` and `answers`.
 
     Raises:
-        DataError: a column is missing, or an answer is not in the context where it is said to begin.
+        DataError: a column is missing, a value is not what it should be, or there are no rows.
     """
-    contexts, answers = split.column("context"), []
-    for row, (context, given) in enumerate(zip(contexts, split.column("answers"), strict=True), start=1):
-        if not isinstance(given, dict) or not {"answer_start", "text"} <= given.keys():
-            raise DataError(f"{split.source}, row {row}: answers {given!r}; expected lists `answer_start` and `text`")
-        pairs = list(zip(given["answer_start"], given["text"], strict=True))
-        for start, text in pairs:
-            if context[start : start + len(text)] != text:
-                there = context[start : start + len(text)]
-                raise DataError(f"{split.source}, row {row}: expected {text!r} at character {start}, found {there!r}")
-        answers.append(pairs)
+    contexts = as_texts(split.column("context"), split.source, "context")
+    questions = [question.lstrip() for question in as_texts(split.column("question"), split.source, "question")]
+    answers = [_answers(given, split.source, row) for row, given in enumerate(split.column("answers"), start=1)]
     if not contexts:
         raise DataError(f"{split.source}: no rows")
-    questions = [question.lstrip() for question in split.column("question")]
     return Questions([str(key) for key in split.column("id")], questions, contexts, answers)
+
+
+def _answers(given: Any, source: str, row: int) -> list[tuple[int, str]]:
+    starts: Any = given.get("answer_start") if isinstance(given, dict) else None
+    texts: Any = given.get("text") if isinstance(given, dict) else None
+    are_lists = isinstance(starts, list) and isinstance(texts, list)
+    if are_lists and len(starts) == len(texts) and all(isinstance(text, str) for text in texts):
+        return list(zip(starts, texts, strict=True))
+    expected = "expected lists `answer_start` and `text`, equally long"
+    raise DataError(f"{describe_row(source, row)}: answers {given!r}; {expected}")
+
+
+def well_placed(questions: Questions, source: str) -> Questions:
+    """Those to train on: whose first answer stands in the context where it is said to begin, or that have none.
+
+    Scores do not ask where an answer begins.
+
+    Raises:
+        DataError: no answer stands where it should.
+    """
+    kept, wrong = [], ""
+    for number, (context, answers) in enumerate(zip(questions.contexts, questions.answers, strict=True)):
+        start, text = answers[0] if answers else (0, "")
+        there = context[start : start + len(text)] if isinstance(start, int) and start >= 0 else None
+        if there == text:
+            kept.append(number)
+        elif not wrong:
+            where = describe_row(source, number + 1)
+            wrong = f"{where}: expected {text!r} at character {start}, found {there!r}"
+    if not wrong:
+        return questions
+    if not any(questions.answers[number] for number in kept):
+        raise DataError(f"{wrong}; no other answer stands at its answer_start either")
+    left_out = len(questions.ids) - len(kept)
+    logger.warning("%d of %d training questions are left out; the first: %s", left_out, len(questions.ids), wrong)
+    return Questions(**{name: [values[number] for number in kept] for name, values in vars(questions).items()})
 
 
 def cut_windows(

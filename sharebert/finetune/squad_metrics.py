@@ -57,7 +57,10 @@ def squad_figures(golds: Mapping[str, Sequence[str]], predicted: Mapping[str, st
 def best_threshold(
     golds: Mapping[str, Sequence[str]], answers: Mapping[str, str], null_odds: Mapping[str, float], figure: str
 ) -> tuple[float, float]:
-    """The best value of a figure over all thresholds, and its threshold: no answer where the odds are above it.
+    """The best value of a figure over the thresholds, and its threshold: no answer where the odds are above it.
+
+    As the official script does, questions are answered one after the other, by rising odds, and the best value so far
+    is kept. Among questions of exactly the same odds that may be after some of them, where no threshold stops.
 
     Args:
         golds: gold answers of each question's id.

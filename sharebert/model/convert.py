@@ -39,6 +39,8 @@ _WORD_EMBEDDINGS = "bert.embeddings.word_embeddings.weight"
 _DECODER, _BIAS = "cls.predictions.decoder.", "cls.predictions.bias"
 _OTHER_HEADS = re.compile(r"bert\.pooler\.|(?!bert\.|cls\.predictions\.)")
 """Names of what a model has besides the encoder and the masked-LM head."""
+SEQ_LEN_KEY = "sharebert_seq_len"
+"""Key of our own in an exported `config.json`: the length of the sequences of pretraining, where it is known."""
 
 
 def transformers_names(name: str, norm: str) -> list[str]:
@@ -97,7 +99,7 @@ def from_transformers_state(config: ModelConfig, state: Mapping[str, Tensor]) ->
     Raises:
         ValueError: a tensor is missing, of another shape, or has no place here; the message names it.
     """
-    state = _with_usual_names(state)
+    state = with_usual_names(state)
     if _WORD_EMBEDDINGS not in state:
         raise ValueError(f"no tensor {_WORD_EMBEDDINGS!r}")
     with torch.device("meta"):
@@ -125,7 +127,7 @@ def from_transformers_state(config: ModelConfig, state: Mapping[str, Tensor]) ->
     return tensors, left_out
 
 
-def _with_usual_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_usual_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Names as ``BertForMaskedLM`` has them, and without a decoder, which has to be the token embedding.
 
     Raises:
