@@ -19,7 +19,7 @@ from sharebert.data.format import PreparedCorpus
 from sharebert.metrics import Recorder
 from sharebert.prefix_cache import PrefixCache, open_prefix_cache
 from sharebert.provenance import command_line, describe_origin
-from sharebert.run_folder import RunFolder, refuse_other_corpus
+from sharebert.run_folder import RunFolder, refuse_other_data
 from sharebert.train_state import TrainState, init_from_folder
 
 
@@ -54,7 +54,7 @@ def find_origin(
     if prefixes is not None and meta and meta.get("prefix_key") != prefixes.key:
         prefixes = None  # begun under other circumstances: no other run would come by the same numbers
     if meta:
-        refuse_other_corpus(meta, corpus.content_hashes, run.path)
+        refuse_other_data(meta["corpus"], corpus.content_hashes, run.path)
     elif config.init_from is not None:
         refuse_other_tokenizer(init_from_folder(config.init_from), load_text_tokenizer(corpus.tokenizer_path))
     return Origin(start, meta, prefixes)

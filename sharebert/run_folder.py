@@ -210,15 +210,22 @@ def refuse_other_configuration(saved: Mapping[str, Any], current: RunConfig, run
         )
 
 
-def refuse_other_corpus(meta: Mapping[str, Any], hashes: Mapping[str, str], run: Path) -> None:
-    """Refuse to continue a run on other text or with another tokenizer than it began with.
+def refuse_other_data(before: Mapping[str, str | None], now: Mapping[str, str], run: Path) -> None:
+    """Refuse to go on with a run, or to call it finished, under other data than it began with.
+
+    Args:
+        before: hashes by the name of the part; None: it was not there.
+        now: the same today.
+        run: the run folder.
 
     Raises:
-        ConfigError: naming the part that differs.
+        ConfigError: naming the first part that differs, or is gone.
     """
-    for part, expected in meta["corpus"].items():
-        if hashes[part] != expected:
+    for part, expected in before.items():
+        if now.get(part) != expected:
+            came = f"sha256 {now[part][:12]}" if part in now else "none there"
             raise ConfigError(
-                f"run folder {run}: the prepared data is not what the run began with ({part}: sha256 "
-                f"{hashes[part][:12]}, expected {expected[:12]}); choose another run_name to train on it"
+                f"run folder {run}: the data is not what the run began with ({part}: {came}, expected "
+                f"{expected[:12] if expected else 'none'}); choose another run_name, or checkpoint.resume=never to "
+                "start over"
             )

@@ -23,8 +23,8 @@ from sharebert.config import ConfigError, FinetuneConfig, FinetuneOptimConfig, c
 from sharebert.finetune import loop as loop_module
 from sharebert.finetune import run as run_module
 from sharebert.finetune.loop import Loop, build_schedule
-from sharebert.finetune.results import refuse_other_data
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
+from sharebert.run_folder import refuse_other_data
 
 transformers = pytest.importorskip("transformers")
 

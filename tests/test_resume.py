@@ -304,7 +304,7 @@ def test_changed_text_is_refused(
     (tmp_path / "outputs/a/status.json").unlink()
     copy.write_text(text_file.read_text() + "\nOne more story about nothing at all.\n")
     assert train(*options) == EXIT_USAGE
-    assert "the prepared data is not what the run began with" in capsys.readouterr().err
+    assert "the data is not what the run began with" in capsys.readouterr().err
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(

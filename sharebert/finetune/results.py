@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sharebert import distributed
 from sharebert.checkpoint import MODEL_FILE
-from sharebert.config import ConfigError
 from sharebert.files import sha256_of_file, write_atomically
 from sharebert.finetune.loop import Loop
 from sharebert.finetune.model import encoder_folder, save_model
@@ -27,27 +25,6 @@ def read_results(run: Path) -> dict[str, Any]:
     """What a finished run has written last: what was run, its figures, and the hash of its model."""
     results: dict[str, Any] = json.loads((run / RESULTS_FILE).read_text(encoding="utf-8"))
     return results
-
-
-def refuse_other_data(before: Mapping[str, str | None], now: Mapping[str, str], run: Path) -> None:
-    """Refuse to go on with a run, or to call it finished, under other data than it began with.
-
-    Args:
-        before: hashes by the name of the part; None: it was not there.
-        now: the same today.
-        run: the run folder.
-
-    Raises:
-        ConfigError: naming the first part that differs, or is gone.
-    """
-    for part, expected in before.items():
-        if now.get(part) != expected:
-            came = f"sha256 {now[part][:12]}" if part in now else "none there"
-            raise ConfigError(
-                f"run folder {run}: the data is not what the run began with ({part}: {came}, expected "
-                f"{expected[:12] if expected else 'none'}); choose another run_name, or checkpoint.resume=never to "
-                "start over"
-            )
 
 
 def finish(loop: Loop, run: RunFolder, encoder_sha256: str) -> bool:

@@ -22,7 +22,7 @@ from sharebert.finetune import model as models
 from sharebert.finetune.build import build_problem, source_hashes
 from sharebert.finetune.loop import Loop, Schedule, build_schedule, state_tensors
 from sharebert.finetune.problem import Problem
-from sharebert.finetune.results import finish, read_results, refuse_other_data
+from sharebert.finetune.results import finish, read_results
 from sharebert.launch import (
     EXIT_FINISHED,
     EXIT_STOPPED,
@@ -38,7 +38,7 @@ from sharebert.optim import build_optimizer, load_optimizer_state_by_name, optim
 from sharebert.precision import Precision, resolve_device, resolve_precision
 from sharebert.provenance import command_line, describe_origin
 from sharebert.resolve import largest_micro_batch
-from sharebert.run_folder import RunFolder, refuse_other_configuration, status_on_error
+from sharebert.run_folder import RunFolder, refuse_other_configuration, refuse_other_data, status_on_error
 from sharebert.train_state import Counters
 
 logger = logging.getLogger(__name__)
