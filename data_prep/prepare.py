@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, closing
 from itertools import islice
@@ -194,15 +194,19 @@ def _num_proc(plan: CorpusPlan, config: DataConfig) -> int:
     return 1 if is_small else len(os.sched_getaffinity(0))
 
 
-def tokenize_files(files: Sequence[str], text_column: str, tokenizer_path: Path, folder: Path) -> TokenStore:
+def tokenize_files(config: DataConfig, tokenizer_path: Path, folder: Path) -> TokenStore:
     """Tokenise any files with the tokenizer of a checkpoint into a token store at `folder`, in this process.
+
+    Args:
+        config: of the source text_files; its `files`, `text_column` and `txt_documents` count.
+        tokenizer_path: a tokenizer.json.
+        folder: of the store.
 
     Raises:
         ConfigError: a pattern in `files` that matches nothing.
         DataError: text that cannot be read, or no text at all.
     """
-    config = DataConfig(source="text_files", files=list(files), text_column=text_column, validation_fraction=0.0)
-    sources = open_files(files, config, "--files")
+    sources = open_files(config.files, config, "--files")
     encoder, counts = TextEncoder(tokenizer_path), DocumentCounts()
     with TokenStoreWriter(folder, encoder.vocab_size, encoder.special_ids.sep) as writer:
         documents = iterate_documents(sources, config, counts)

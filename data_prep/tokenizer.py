@@ -18,7 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from sharebert.config import ConfigError
+from sharebert.config import ConfigError, DataConfig
 from sharebert.data.format import DataError, SpecialIds
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -132,6 +132,17 @@ def load_given_tokenizer(path: Path, lowercase: bool, key: str = "data.tokenizer
     tokenizer.no_padding()
     find_special_ids(tokenizer, f"{key}={str(path)!r}")
     return tokenizer
+
+
+def expected_vocab_size(config: DataConfig) -> int:
+    """Entries of the vocabulary: those of the given tokenizer, else as many as are asked for.
+
+    Raises:
+        ConfigError: there is no such tokenizer, or it is none.
+    """
+    if config.tokenizer is None:
+        return config.vocab_size
+    return vocabulary_size(load_given_tokenizer(Path(config.tokenizer).expanduser(), config.lowercase))
 
 
 def _read_vocabulary(path: Path, key: str) -> dict[str, int]:

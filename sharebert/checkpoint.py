@@ -139,6 +139,14 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return cast("dict[str, Tensor]", load_file(path / MODEL_FILE))
 
 
+def evaluated_at(meta: dict[str, Any]) -> str:
+    """At which step the held-out figures of `meta` were measured, for people; empty where it does not say.
+
+    That may be some updates before the save. Checkpoints of the first version do not say.
+    """
+    return f", at step {meta['evaluated_step']:,}" if meta.get("evaluated_step", -1) >= 0 else ""
+
+
 def load_training_state(path: Path) -> dict[str, Any]:
     """Optimizer state by name, scaler and meters, on the host."""
     return cast("dict[str, Any]", torch.load(path / STATE_FILE, map_location="cpu", weights_only=True))

@@ -152,7 +152,8 @@ def _run_plain(verb: str, arguments: list[str]) -> int:
     if verb == "submit":
         from sharebert.submit import main as submit
 
-        return submit(arguments, HYDRA_VERBS, run_job)
+        verbs = {verb: kinds for verb, kinds in HYDRA_VERBS.items() if verb != "plan"}  # which takes no time
+        return submit(arguments, verbs, run_job)
     if verb == "inspect":
         from sharebert.inspect import main as run
     elif verb == "export":
@@ -244,6 +245,7 @@ def _run_cell(verb: str, cell: Cell, ranks: Ranks, flags: argparse.Namespace) ->
         from sharebert.bench.run import bench
 
         return bench(config, ranks, as_json=flags.json, sequences=flags.sequences, seconds=flags.seconds)
+    assert verb in ("train", "prepare"), verb
     return _train(config, cell.folder, ranks) if verb == "train" else _prepare(config, flags.json)
 
 

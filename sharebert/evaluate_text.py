@@ -11,7 +11,7 @@ from pathlib import Path
 from data_prep.encode import TextEncoder
 from data_prep.prepare import tokenize_files
 from sharebert.checkpoint import TOKENIZER_FILE
-from sharebert.config import ConfigError, EngineConfig, MaskingConfig, from_dict
+from sharebert.config import ConfigError, DataConfig, EngineConfig, MaskingConfig, from_dict
 from sharebert.data.loader import evaluation_batches
 from sharebert.data.masking import build_vocabulary
 from sharebert.evaluate import Evaluator
@@ -64,8 +64,15 @@ def evaluate_files(options: argparse.Namespace) -> dict[str, float]:
     precision = resolve_precision(EngineConfig(precision=options.precision), device)
     masking = from_dict(MaskingConfig, config["masking"])
     encoder = TextEncoder(tokenizer)
+    files = DataConfig(
+        source="text_files",
+        files=list(options.files),
+        text_column=options.text_column,
+        txt_documents=config["data"]["txt_documents"],
+        validation_fraction=0.0,
+    )
     with tempfile.TemporaryDirectory(prefix="sharebert-") as folder:
-        store = tokenize_files(options.files, options.text_column, tokenizer, Path(folder) / "tokens")
+        store = tokenize_files(files, tokenizer, Path(folder) / "tokens")
         batches = evaluation_batches(
             store,
             build_vocabulary(tokenizer, encoder.special_ids, encoder.vocab_size, masking.whole_word),

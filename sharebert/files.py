@@ -1,11 +1,11 @@
-"""Files on disk: hashes, and writing that leaves the old content or the new one, never half of it."""
+"""Files on disk: hashes, names, and writing that leaves the old content or the new one, never half of it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -55,3 +55,11 @@ def appearing_folder(folder: Path) -> Iterator[Path]:
         sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """Paths from the deepest folder that holds them all."""
+    parts = [folder.resolve().parts for folder in folders]
+    shortest = min(len(part) for part in parts) - 1
+    common = next((n for n in range(shortest) if len({part[n] for part in parts}) > 1), shortest)
+    return ["/".join(part[common:]) for part in parts]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sharebert.checkpoint import FINETUNED, MODEL_FILE, CheckpointError, verify
+from sharebert.checkpoint import FINETUNED, MODEL_FILE, CheckpointError, evaluated_at, verify
 from sharebert.files import sha256_of_file
 from sharebert.finetune.results import MODEL_FOLDER, RESULTS_FILE, read_results
 from sharebert.launch import EXIT_FINISHED
@@ -53,6 +53,7 @@ def describe(path: Path, meta: dict[str, Any]) -> str:
         ("unshare", config["unshare"]["policy"] + _at_step(config["unshare"])),
         *([("unshared from", meta["unshared_from"]["checkpoint"])] if "unshared_from" in meta else []),
         *_last_check(meta["policy_state"]["last_check"]),
+        *_held_out(meta),
         (
             "trained with",
             f"{config['engine']['precision']} on {config['engine']['device']}, {meta['world_size']} process(es)",
@@ -96,7 +97,7 @@ def _describe_finetuned(path: Path, meta: dict[str, Any]) -> str:
         ("parameters", f"{meta['parameters']:,}"),
         ("trained with", f"{config['engine']['precision']} on {config['engine']['device']}"),
         ("peak rate, seed", f"{config['optim']['lr']:g}, {config['seed']}"),
-        *((f"eval/{name}", f"{value:.4f}") for name, value in figures.items()),
+        *((f"eval/{name}", f"{value:.4f}{evaluated_at(meta)}") for name, value in figures.items()),
         *_origin(meta),
     ]
     return _aligned(rows)
@@ -122,6 +123,16 @@ def _last_check(check: dict[str, Any] | None) -> list[tuple[str, str]]:
         return []
     shown = " ".join("-" if value is None else f"{value:.2f}" for value in check["correlations"])
     return [("correlations", f"{shown}  (adjacent units, update {check['update']:,})")]
+
+
+def _held_out(meta: dict[str, Any]) -> list[tuple[str, str]]:
+    """Figures of the last evaluation, which may have been some updates before the save."""
+    if meta["evaluation"] is None:
+        return []
+    names = ("loss", "unigram_loss", "accuracy", "unigram_accuracy")
+    loss, unigram, accuracy, most_frequent = (meta["evaluation"][f"eval/{name}"] for name in names)
+    shown = f"loss {loss:.4f} (unigram {unigram:.4f}), accuracy {accuracy:.4f} (most frequent token {most_frequent:.4f}"
+    return [("held out", f"{shown}){evaluated_at(meta)}")]
 
 
 def _at_step(unshare: dict[str, Any]) -> str:

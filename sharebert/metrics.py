@@ -81,7 +81,7 @@ class WeightsAndBiases:
 
         self._run = wandb.init(
             project=config.logging.wandb_project,
-            name=config.run_name,
+            name=_name_below(folder, Path(config.output_dir)),
             id=run_id,
             resume="allow",
             dir=str(folder),
@@ -96,6 +96,12 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the upload."""
         self._run.finish()
+
+
+def _name_below(folder: Path, output_dir: Path) -> str:
+    """A run's folder as seen from `output_dir`: the cells of a sweep have names of their own."""
+    folder, output_dir = folder.resolve(), output_dir.resolve()
+    return folder.relative_to(output_dir).as_posix() if folder.is_relative_to(output_dir) else folder.name
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -129,12 +135,23 @@ def check_extras(config: LoggingConfig) -> None:
 
 
 def build_sinks(folder: Path, config: RunConfig, last_step: int, wandb_run_id: str | None) -> list[Sink]:
-    """The sinks that the configuration asks for, cut back to `last_step`."""
+    """The sinks that the configuration asks for, cut back to `last_step`.
+
+    TensorBoard and W&B that begin later than the run, as after the shared prefix of another one, get the rows so far.
+    """
     sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", last_step)]
+    late: list[Sink] = []
     if config.logging.tensorboard:
+        is_there = (folder / "tensorboard").exists()
         sinks.append(TensorBoard(folder / "tensorboard", last_step))
+        late += [] if is_there else sinks[-1:]
     if config.logging.wandb:
         sinks.append(WeightsAndBiases(folder, config, wandb_run_id))
+        late += [] if wandb_run_id is not None else sinks[-1:]
+    for row in read_metrics(folder / "metrics.jsonl") if late else ():
+        step = row.pop("step")
+        for sink in late:
+            sink.write(step, row)
     return sinks
 
 

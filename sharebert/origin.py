@@ -38,6 +38,11 @@ class Origin:
         """Last step that has figures; -1 without any."""
         return self.meta["step"] if self.meta else -1
 
+    def wandb_run_id(self, run: RunFolder) -> str | None:
+        """The W&B run to continue; another run's checkpoint begins a new one."""
+        is_own = self.start is not None and self.start.resolve().parent == run.checkpoints.resolve()
+        return self.meta.get("wandb_run_id") if is_own else None
+
     def sample_offset(self, global_batch_size: int) -> int:
         """Samples that the updates so far consisted of beyond `global_batch_size` each; 0 unless that was changed."""
         return self.meta["samples_seen"] - self.meta["step"] * global_batch_size if self.meta else 0

@@ -133,7 +133,7 @@ def _train(
     windows = _build_windows(config, corpus, vocabulary, state.counters.step, sample_offset)
     evaluator = _build_evaluator(config, corpus, vocabulary, precision)
     distributed.on_rank_zero(lambda: _claim(run, config, state))
-    recorder = _build_recorder(config, run, origin.last_step, origin.meta.get("wandb_run_id"))
+    recorder = _build_recorder(config, run, origin.last_step, origin.wandb_run_id(run))
     closing.callback(recorder.close)
     flops = _flops(config, corpus.vocab_size)
     peak = measure_matmul_peak(device, precision.dtype) * distributed.world_size()

@@ -113,7 +113,7 @@ def main(arguments: Sequence[str], verbs: Mapping[str, tuple[str, type]], run: R
 
     Args:
         arguments: as typed after `submit`.
-        verbs: primary configuration and schema of each verb that can be submitted.
+        verbs: primary configuration and schema of each verb that Hydra reads and that can be submitted.
         run: runs one cell, in the job.
 
     Raises:

@@ -93,6 +93,7 @@ class TrainState:
             "unshared_at": self.counters.unshared_at,
             "init_from_sha256": self.init_from_sha256,
             "evaluation": self.counters.evaluation,
+            "evaluated_step": self.counters.evaluated_step,
             "vocab_size": self.model.vocab_size,
             "parameters": {"unique": self.unique_parameters(), "effective": self.effective_parameters()},
         }

@@ -10,7 +10,13 @@ import torch
 
 from sharebert.bench import memory
 from sharebert.bench import run as bench_module
-from sharebert.bench.contestants import TransformersUpdate, labels_of_all_tokens, phase_config, random_corpus
+from sharebert.bench.contestants import (
+    TransformersProcess,
+    TransformersUpdate,
+    labels_of_all_tokens,
+    phase_config,
+    random_corpus,
+)
 from sharebert.cli import main
 from sharebert.config import TrainConfig, from_dict
 from sharebert.resolve import resolve
@@ -94,3 +100,45 @@ def test_peak_memory_is_that_of_a_training_process(monkeypatch: pytest.MonkeyPat
     config, _ = resolve(from_dict(TrainConfig, TINY), CPU, None)
     peak = memory.run_two_updates(phase_config(config, "shared", 4), 60, CPU)
     assert peak > 50 * 2**20  # Python with torch alone is more
+
+
+# ---------------------------------------------------------------------- processes of their own
+
+
+@pytest.fixture
+def with_workers() -> TrainConfig:
+    """What a run on a GPU has by default: data workers, which a daemon may not start."""
+    config, _ = resolve(from_dict(TrainConfig, {**TINY, "engine": {**TINY["engine"], "num_workers": 1}}), CPU, None)
+    return phase_config(config, "unshared", 4)
+
+
+@pytest.mark.processes
+def test_memory_is_measured_in_a_process_that_has_data_workers(with_workers: TrainConfig) -> None:
+    assert memory.measure_peak_memory(with_workers, 60, CPU) > 2**20
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_transformers_runs_in_a_process_that_has_data_workers(with_workers: TrainConfig, tmp_path: Path) -> None:
+    theirs = TransformersProcess(with_workers, random_corpus(tmp_path, 60, 4000), CPU)
+    try:
+        assert theirs.time_update()["update"] > 0
+        theirs._process.terminate()
+        with pytest.raises(RuntimeError, match="the process of Transformers ended with status -15"):
+            theirs.time_update()
+    finally:
+        theirs.close()
+
+
+def test_the_vocabulary_is_that_of_the_given_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(125))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    monkeypatch.chdir(tmp_path)
+    unique = {}
+    for tokenizer in ("null", "vocab.txt"):
+        command = ["bench", *arguments(), f"data.tokenizer={tokenizer}", "--json", "--sequences", "4", "--seconds", "0"]
+        assert main(command) == 0
+        unique[tokenizer] = json.loads(capsys.readouterr().out)["unique_parameters"]["unshared"]
+    assert unique["vocab.txt"] - unique["null"] == (192 - 64) * 16 + (130 - 60)  # rows (padded), biases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,9 @@ def test_inspect_says_it_to_people_too(run: Path, capsys: pytest.CaptureFixture[
     assert "shared, the last before unsharing" in shown
     assert "1-4" in shown
     assert "fixed at update 6" in shown
+    first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    (loss,) = re.findall(r"held out +loss (\d\.\d{4}) .*, at step 0\n", shown)  # that of step 0 is the last before it
+    assert float(loss) == pytest.approx(first["eval/loss"], abs=1e-4)
 
 
 def test_inspect_names_what_is_damaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sharebert.config import ConfigError, LoggingConfig
+from sharebert.config import ConfigError, LoggingConfig, TrainConfig
 from sharebert.curves import draw_curves
-from sharebert.metrics import JsonLines, Progress, TensorBoard, check_extras, read_metrics
+from sharebert.metrics import JsonLines, Progress, TensorBoard, build_sinks, check_extras, read_metrics
 
 
 def test_rows_after_the_resumed_step_and_half_lines_are_cut(tmp_path: Path) -> None:
@@ -54,6 +57,46 @@ def test_tensorboard_hides_what_a_resumed_run_writes_again(tmp_path: Path) -> No
         sink.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1), (2, 2), (3, 5), (4, 6)]
+
+
+class FakeWandb(types.ModuleType):
+    """Keeps what a run of Weights & Biases is told."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.asked: dict[str, Any] = {}
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+
+    def init(self, **asked: Any) -> types.SimpleNamespace:
+        """As the package's own."""
+        self.asked = asked
+        log = lambda values, step: self.rows.append((step, values))  # noqa: E731
+        return types.SimpleNamespace(id=asked["id"] or "new", log=log, finish=lambda: None)
+
+
+def test_a_sink_that_begins_later_than_the_run_gets_the_rows_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "outputs/sweep/step-5"
+    folder.mkdir(parents=True)
+    rows = [{"step": step, "train/loss": step + 0.5} for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    logging = LoggingConfig(tensorboard=True, wandb=True)
+    config = TrainConfig(run_name="sweep", output_dir=str(tmp_path / "outputs"), logging=logging)
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for wandb_run_id, last_step in ((None, 2), ("mine", 3)):  # the second time both are there, and go on
+        sinks = build_sinks(folder, config, last_step, wandb_run_id)
+        for sink in sinks:
+            sink.write(last_step + 1, {"train/loss": 9.0})
+            sink.close()
+    assert (wandb.asked["name"], wandb.asked["id"]) == ("sweep/step-5", "mine")
+    assert [(step, values["train/loss"]) for step, values in wandb.rows] == [(1, 1.5), (2, 2.5), (3, 9.0), (4, 9.0)]
+    events = EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in events] == [(1, 1.5), (2, 2.5), (3, 9.0), (4, 9.0)]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from conftest import Train
 
+from data_prep.tokenizer import expected_vocab_size
 from sharebert.checkpoint import list_checkpoints, read_meta
 from sharebert.cli import main
 from sharebert.config import DataConfig, TrainConfig, from_dict
 from sharebert.launch import EXIT_FINISHED, EXIT_USAGE
 from sharebert.plan import run as plan_run
-from sharebert.plan.files import expected_vocab_size, kept_checkpoints
+from sharebert.plan.files import kept_checkpoints
 from sharebert.plan.table import duration
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -200,8 +201,8 @@ def test_every_row_of_the_paper_is_an_experiment_with_its_cost(capsys: pytest.Ca
 
 def test_the_vocabulary_is_that_of_the_given_tokenizer(tmp_path: Path) -> None:
     vocabulary = tmp_path / "vocab.txt"
-    vocabulary.write_text("[PAD]\n[UNK]\nword\n")
-    assert expected_vocab_size(DataConfig(tokenizer=str(vocabulary))) == 3
+    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")
+    assert expected_vocab_size(DataConfig(tokenizer=str(vocabulary))) == 6
     assert expected_vocab_size(DataConfig(vocab_size=77)) == 77
 
 

@@ -298,12 +298,13 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
 def test_any_files_can_be_tokenised_with_a_checkpoints_tokenizer(config, tmp_path):
     corpus = prepare_corpus(config)
     (tmp_path / "own.txt").write_text("The miller mended the bridge.\n\nNobody watched the [MASK].\n")
-    store = tokenize_files([str(tmp_path / "own.txt")], "text", corpus.tokenizer_path, tmp_path / "store")
+    own = DataConfig(source="text_files", files=[str(tmp_path / "own.txt")])
+    store = tokenize_files(own, corpus.tokenizer_path, tmp_path / "store")
     assert decoded(corpus, store)[0] == "the miller mended the bridge."
     assert store.num_documents == 2
     assert corpus.special_ids.mask not in store.tokens
     with pytest.raises(ConfigError, match=r"--files: '.*none\.txt' matches no file"):
-        tokenize_files([str(tmp_path / "none.txt")], "text", corpus.tokenizer_path, tmp_path / "store")
+        tokenize_files(replace(own, files=[str(tmp_path / "none.txt")]), corpus.tokenizer_path, tmp_path / "store")
 
 
 def test_what_was_dropped_repaired_and_skipped_stands_in_meta_and_log(config, tmp_path, caplog):

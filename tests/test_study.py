@@ -78,7 +78,7 @@ def test_runs_of_a_seed_differ_in_unsharing_and_updates_only(all_jobs: list[Job]
     assert [job.seed for job in jobs] == [5] * 6 + [7] * 6
     assert [job.config.max_steps for job in jobs[:6]] == [1600, *[800] * 5]
     assert {job.arm for job in jobs} == set(arms(1600))
-    free = ("unshare.", "max_steps", "output_dir")
+    free = ("unshare.", "max_steps", "run_name")
     settings = [
         {key: value for key, value in flatten(to_dict(job.config)).items() if not key.startswith(free)}
         for job in jobs[:6]
@@ -96,10 +96,39 @@ def test_what_a_job_runs_is_what_its_configuration_says(all_jobs: list[Job]) -> 
 
 def test_arms_can_be_added_and_chosen(all_jobs: list[Job]) -> None:
     assert {job.config.unshare.step for job in all_jobs if job.arm == "late"} == {400}
+    with pytest.raises(ConfigError, match="expected 'name: unshare=fixed"):
+        jobs_of("--arm", ": unshare=fixed")
     with pytest.raises(ConfigError, match="no arm 'swef'; expected some of baseline, "):
         jobs_of("--arms", "swef")
     with pytest.raises(ConfigError, match="expected 'name: "):
         jobs_of("--arm", "late")
+
+
+def test_arms_come_from_a_file_in_place_of_the_studys_own(tmp_path: Path) -> None:
+    file = tmp_path / "arms.txt"
+    file.write_text("# late\n\nearly: unshare=fixed unshare.step=5\n deep : unshare=never model.num_layers=24\n")
+    jobs = jobs_of("--arm-file", str(file), "--arm", "late: unshare=fixed unshare.step=9", "--seeds", "4")
+    assert {(job.arm, job.config.unshare.step, job.config.model.num_layers) for job in jobs} == {
+        ("early", 5, 12),
+        ("late", 9, 12),
+        ("deep", None, 24),
+    }
+    assert {job.arm for job in jobs_of("--arm-file", str(file), "--arms", "deep", "--seeds", "4")} == {"deep"}
+    for content, message in (
+        ("a: unshare=never\nb unshare=never\n", r"arms.txt, line 2: 'b unshare=never': expected 'name: "),
+        ("a: unshare=never\n\na: unshare=fixed\n", "line 3: the arm 'a' stands above already"),
+        ("# nothing\n", "no arm in it"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            jobs_of("--arm-file", str(file))
+    with pytest.raises(ConfigError, match=r"--arm-file=.*none\.txt: .*No such file"):
+        jobs_of("--arm-file", str(tmp_path / "none.txt"))
+
+
+def test_the_regimes_of_the_repository_are_arms() -> None:
+    jobs = jobs_of("--arm-file", str(ROOT / "conf/experiment/study/regimes.txt"), "--seeds", "1")
+    assert len({job.arm for job in jobs}) == len(jobs) > 20
 
 
 def test_a_corpus_settings_and_the_device_reach_every_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import multiprocessing
@@ -169,18 +170,27 @@ class TransformersProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         arguments = (config, corpus, device, torch.get_num_threads(), theirs)
-        self._process = context.Process(target=_serve_updates, args=arguments, daemon=True)
+        self._process = context.Process(target=_serve_updates, args=arguments)  # a daemon could have no data workers
         self._process.start()
+        theirs.close()  # else the end of the process would not be noticed here
 
     def time_update(self) -> dict[str, float]:
-        """Seconds of the parts of one update."""
-        self._connection.send(True)
-        seconds: dict[str, float] = self._connection.recv()
+        """Seconds of the parts of one update.
+
+        Raises:
+            RuntimeError: the process is no more; its own output says why.
+        """
+        try:
+            self._connection.send(True)
+            seconds: dict[str, float] = self._connection.recv()
+        except (EOFError, OSError) as error:
+            self._process.join()
+            raise RuntimeError(f"the process of Transformers ended with status {self._process.exitcode}") from error
         return seconds
 
     def close(self) -> None:
-        """End the process."""
-        self._connection.send(False)
+        """End the process: it sees the end of the requests."""
+        self._connection.close()
         self._process.join()
 
 
@@ -189,8 +199,9 @@ def _serve_updates(
 ) -> None:
     torch.set_num_threads(threads)
     contestant = TransformersUpdate(config, corpus, device, resolve_precision(config.engine, device))
-    while requests.recv():
-        requests.send(contestant.time_update())
+    with contextlib.suppress(EOFError):  # whoever asks has ended
+        while requests.recv():
+            requests.send(contestant.time_update())
 
 
 def labels_of_all_tokens(input_ids: Tensor, positions: Tensor, labels: Tensor, weights: Tensor) -> Tensor:

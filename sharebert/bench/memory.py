@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -25,8 +26,8 @@ def measure_peak_memory(config: TrainConfig, vocab_size: int, device: torch.devi
         device: to run on.
     """
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(run_two_updates, (config, vocab_size, device))
+    with ProcessPoolExecutor(1, context) as pool:  # its process is no daemon, so it may have data workers
+        return pool.submit(run_two_updates, config, vocab_size, device).result()
 
 
 def run_two_updates(config: TrainConfig, vocab_size: int, device: torch.device) -> int:

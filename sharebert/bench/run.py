@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from data_prep.tokenizer import expected_vocab_size
 from sharebert import distributed
 from sharebert.allocator import keep_freed_memory
 from sharebert.bench.clock import PARTS, synchronize
@@ -75,7 +76,7 @@ def _measure(config: TrainConfig, device: torch.device, sequences: int | None, s
     if device.type == "cpu":
         keep_freed_memory()
     config, precision = resolve(config, device, None)
-    vocab_size = config.data.vocab_size
+    vocab_size = expected_vocab_size(config.data)
     sequences = sequences or _default_sequences(config, device)
     configs = {phase: phase_config(config, phase, sequences) for phase in PHASES}
     memory = {phase: _peak_memory(configs[phase], vocab_size, device) for phase in PHASES}

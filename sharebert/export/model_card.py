@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sharebert.checkpoint import evaluated_at
+
 MOST_NAMES = 8
 
 
@@ -31,7 +33,7 @@ Exported from `{path.resolve().name}`: step {meta["step"]:,} of {config["max_ste
 {recipe}
 Token type 1 (the second of two texts) was not trained: it is a copy of type 0.
 
-Held out (last evaluation of the run up to this step):
+Held out{evaluated_at(meta)}:
 
 | Figure | |
 |---|---|

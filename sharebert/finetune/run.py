@@ -256,6 +256,7 @@ def _describe(
         "before_unsharing": False,
         "samples_seen": counters.step * config.global_batch_size,
         "evaluation": counters.evaluation,
+        "evaluated_step": counters.evaluated_step,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "config": to_dict(config),
         "corpus": hashes,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 
 from data_prep.cache import open_planned, plan_corpus
 from data_prep.text_files import find_files
+from data_prep.tokenizer import expected_vocab_size
 from sharebert.config import ConfigError, DataConfig, TrainConfig
 from sharebert.data.format import DataError, PreparedCorpus
 from sharebert.prefix_plan import shared_updates
@@ -15,14 +16,23 @@ MOST_BYTES_TO_HASH = 2**30
 """Larger sources are not looked for among the prepared corpora: their content would have to be hashed, 1 s per GB."""
 
 
-def find_prepared(config: DataConfig) -> PreparedCorpus | None:
-    """The corpus if it is prepared already; None too where looking would take long, or the sources are not there."""
+@dataclass(frozen=True)
+class Search:
+    """What came of looking for a prepared corpus."""
+
+    corpus: PreparedCorpus | None
+    was_made: bool = True
+    """False where it would have taken long."""
+
+
+def find_prepared(config: DataConfig) -> Search:
+    """Look for the corpus; nothing is found where the sources are not there."""
     try:
         if not _is_quickly_hashed(config):
-            return None
-        return open_planned(plan_corpus(config))
+            return Search(None, was_made=False)
+        return Search(open_planned(plan_corpus(config)))
     except (ConfigError, DataError, OSError):  # `prepare` and `train` say what is wrong
-        return None
+        return Search(None)
 
 
 def _is_quickly_hashed(config: DataConfig) -> bool:
@@ -30,20 +40,6 @@ def _is_quickly_hashed(config: DataConfig) -> bool:
         return False  # may have to ask the hub
     paths = find_files(config.files, "data.files") if config.source == "text_files" else []
     return sum(path.stat().st_size for path in paths) <= MOST_BYTES_TO_HASH
-
-
-def expected_vocab_size(config: DataConfig) -> int:
-    """Entries of the vocabulary: those of the given tokenizer, else as many as are asked for."""
-    if config.tokenizer is None:
-        return config.vocab_size
-    path = Path(config.tokenizer).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"data.tokenizer={config.tokenizer!r}: no such file; expected a tokenizer.json or vocab.txt")
-    if path.suffix == ".txt":
-        return sum(1 for line in path.read_text(encoding="utf-8").splitlines() if line)
-    from tokenizers import Tokenizer
-
-    return int(Tokenizer.from_file(str(path)).get_vocab_size())
 
 
 def expected_tokenizer_bytes(config: DataConfig) -> int:

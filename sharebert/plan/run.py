@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from data_prep.tokenizer import expected_vocab_size
 from sharebert.checkpoint import list_checkpoints
 from sharebert.compose import Request
 from sharebert.config import ConfigError, TrainConfig, check_world_size, from_dict
@@ -22,9 +23,9 @@ from sharebert.flops import flops_per_update, measure_matmul_peak
 from sharebert.launch import EXIT_FINISHED, Ranks
 from sharebert.memory import GIB, free_bytes
 from sharebert.plan.files import (
+    Search,
     checkpoint_bytes,
     expected_tokenizer_bytes,
-    expected_vocab_size,
     find_prepared,
     kept_checkpoints,
 )
@@ -90,30 +91,31 @@ def plan_runs(
     configs: Sequence[TrainConfig], folders: Sequence[Path], circumstances: Circumstances
 ) -> list[dict[str, Any]]:
     """The plan of each run, as JSON can hold it; what they have in common is looked up once."""
-    corpora: dict[str, PreparedCorpus | None] = {}
+    searches: dict[str, Search] = {}
     peaks: dict[tuple[str, str], float] = {}
     plans = []
     for config, folder in zip(configs, folders, strict=True):
         check_world_size(config, circumstances.processes)
         config = _resolve(config, circumstances.processes)
         key = repr(config.data)
-        if key not in corpora:
-            corpora[key] = find_prepared(config.data)
+        if key not in searches:
+            searches[key] = find_prepared(config.data)
         kind = (config.engine.device, config.engine.precision)
         if not circumstances.gives_rate and kind not in peaks and _is_here(config):
             device = torch.device(config.engine.device)
             peaks[kind] = measure_matmul_peak(device, Precision(config.engine.precision, device).dtype)
-        plans.append(_plan(config, folder, corpora[key], peaks.get(kind), circumstances))
+        plans.append(_plan(config, folder, searches[key], peaks.get(kind), circumstances))
     return plans
 
 
 def _plan(
     config: TrainConfig,
     folder: Path,
-    corpus: PreparedCorpus | None,
+    search: Search,
     matmul_peak: float | None,
     circumstances: Circumstances,
 ) -> dict[str, Any]:
+    corpus = search.corpus
     vocab_size = corpus.vocab_size if corpus is not None else expected_vocab_size(config.data)
     sizes = parameter_sizes(config, vocab_size)
     slots = num_slots(config.data.seq_len, config.masking.probability)
@@ -130,7 +132,7 @@ def _plan(
         **_memory(config, RunMemory(config, vocab_size, circumstances.processes, sizes), circumstances),
         "flops_per_update": flops,
         "flops": flops * config.max_steps,
-        **_data(config, corpus),
+        **_data(config, search),
         **_duration(config, flops, matmul_peak, circumstances),
         **_disk(config, folder, sizes, corpus),
     }
@@ -219,15 +221,16 @@ def _memory_limit(config: TrainConfig, circumstances: Circumstances) -> int | No
     return free // circumstances.processes  # as if all of them ran here
 
 
-def _data(config: TrainConfig, corpus: PreparedCorpus | None) -> dict[str, Any]:
+def _data(config: TrainConfig, search: Search) -> dict[str, Any]:
     """How much the run reads; epochs where the corpus is prepared."""
-    sequences = config.max_steps * config.global_batch_size
+    corpus, sequences = search.corpus, config.max_steps * config.global_batch_size
     total = None if corpus is None else num_sequences(corpus.train.num_tokens, config.data.seq_len)
     return {
         "global_batch_size": config.global_batch_size,
         "seq_len": config.data.seq_len,
         "sequences": sequences,
         "tokens": sequences * config.data.seq_len,
+        "corpus_was_looked_for": search.was_made,
         "corpus": None if corpus is None else str(corpus.folder),
         "corpus_sequences": total,
         "epochs": None if not total else sequences / total,
@@ -244,7 +247,8 @@ def _duration(
         rate = circumstances.processes * circumstances.tflops * 1e12 / (flops / tokens)
     elif rate is None and matmul_peak is not None:
         share = ASSUMED_PEAK_SHARE[config.engine.device]
-        rate = circumstances.processes * matmul_peak * share / (flops / tokens)
+        machines = 1 if config.engine.device == "cpu" else circumstances.processes  # as for memory: all of them here
+        rate = machines * matmul_peak * share / (flops / tokens)
     hours = None if rate is None else config.max_steps * tokens / rate / 3600
     return {
         "tokens_per_second": rate,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sharebert.files import short_names
 from sharebert.run_memory import readable_bytes
 from sharebert.table import markdown_table
 
@@ -99,16 +100,23 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     share, peak = plan["assumed_peak_share"], plan["matmul_peak_gflops"]
     return [
         ("time", f"about {_cost(plan)} at an assumed {rate},"),
-        ("", f"{share:.0%} of the matmul peak just measured here ({peak:,.0f} GFLOP/s) in each process;"),
+        ("", f"{share:.0%} of the matmul peak just measured here ({peak:,.0f} GFLOP/s){_share_of_peak(plan)};"),
         ("", "`sharebert bench` measures the rate itself, --tokens-per-second takes it"),
     ]
+
+
+def _share_of_peak(plan: Plan) -> str:
+    if plan["processes"] == 1:
+        return ""
+    return " in each process" if plan["device"] == "cuda" else f", which {plan['processes']} processes share"
 
 
 def _data_rows(plan: Plan) -> list[tuple[str, str]]:
     batch = f"{plan['global_batch_size']:,} x {plan['seq_len']:,} tokens an update"
     rows = [("data", f"{batch}; {plan['sequences']:,} sequences, {plan['tokens']:,} tokens in all")]
     if plan["epochs"] is None:
-        return [*rows, ("", f"corpus not found prepared; vocabulary of {plan['vocab_size']:,} expected")]
+        found = "not found prepared" if plan["corpus_was_looked_for"] else "not looked for, which may take long"
+        return [*rows, ("", f"corpus {found}; vocabulary of {plan['vocab_size']:,} expected")]
     found = f"{plan['epochs']:,.1f} epochs of {plan['corpus_sequences']:,} sequences"
     return [*rows, ("", f"{found}, vocabulary {plan['vocab_size']:,}"), ("", plan["corpus"])]
 
@@ -153,18 +161,20 @@ def describe_sweep(sweep: Mapping[str, Any]) -> str:
     """A row for each run, and what a shared prefix saves."""
     prefix = sweep["prefix"]
     header = ["run", "parameters", "shared updates", "prefix", "memory", "time", "disk"]
-    rows = [_cell_row(plan, start) for plan, start in zip(sweep["cells"], prefix["starts_from"], strict=True)]
-    unfit = [f"{Path(plan['run_folder']).name}: {plan['advice']}" for plan in sweep["cells"] if plan["advice"]]
+    cells = sweep["cells"]
+    names = short_names([Path(plan["run_folder"]) for plan in cells])
+    rows = [_cell_row(*cell) for cell in zip(names, cells, prefix["starts_from"], strict=True)]
+    unfit = [f"{name}: {plan['advice']}" for name, plan in zip(names, cells, strict=True) if plan["advice"]]
     lines = [markdown_table(header, rows), "", _saving(prefix)]
     return "\n".join([*lines, *(f"does not fit: {text}" for text in unfit)])
 
 
-def _cell_row(plan: Plan, starts_from: int) -> list[str]:
+def _cell_row(name: str, plan: Plan, starts_from: int) -> list[str]:
     parameters = plan["parameters"]
     millions = [f"{parameters[f'unique_{phase}'] / 1e6:,.1f} M" for phase in plan["phases"]]
     least = "at least " if plan["shared_updates_is_least"] else ""
     return [
-        Path(plan["run_folder"]).name,
+        name,
         " / ".join(millions),
         f"{least}{plan['shared_updates']:,} of {plan['max_steps']:,}",
         f"{starts_from:,}" if starts_from else "-",

@@ -22,6 +22,7 @@ from sharebert.checkpoint import CheckpointError, list_checkpoints, read_meta
 from sharebert.config import ConfigError, TrainConfig, from_dict
 from sharebert.curves import unshare_points
 from sharebert.data.masking import num_slots
+from sharebert.files import short_names
 from sharebert.flops import flops_per_update
 from sharebert.metrics import read_metrics
 from sharebert.run_folder import OF_A_RUN, RunFolder
@@ -138,16 +139,8 @@ def _below(path: Path, depth: int) -> list[Path]:
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """Read every folder; what cannot be read is in the run's state and note, never an error."""
-    names = _short_names(folders)
+    names = short_names(folders)
     return [_read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
-
-
-def _short_names(folders: Sequence[Path]) -> list[str]:
-    """Paths from the deepest folder that holds them all."""
-    parts = [folder.resolve().parts for folder in folders]
-    shortest = min(len(part) for part in parts) - 1
-    common = next((n for n in range(shortest) if len({part[n] for part in parts}) > 1), shortest)
-    return ["/".join(part[common:]) for part in parts]
 
 
 def _read_run(path: Path, name: str) -> Run:
@@ -177,7 +170,7 @@ def _read_run(path: Path, name: str) -> Run:
         step=step,
         config=config,
         evaluations=evaluations,
-        unshare_points=tuple(unshare_points(rows)),
+        unshare_points=tuple(sorted({*unshare_points(rows), *meta.get("unshared_at", ())})),
         checks=tuple(row for row in rows if row.get("share/correlations")),
         vocab_size=meta.get("vocab_size", config.data.vocab_size if config is not None else 0),
         commit=meta.get("git_commit") or "",
@@ -189,7 +182,8 @@ def _read_config(path: Path, notes: list[str]) -> TrainConfig | None:
     try:
         values = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     except FileNotFoundError:
-        if RunFolder(path).read_status().get("state") != "failed":  # a run can fail before it has settings to write
+        state, is_older = RunFolder(path).read_status().get("state"), (path / "metrics.jsonl").exists()
+        if is_older or state not in ("failed", "running", "stopped"):  # else it has not got beyond preparing its data
             notes.append("no config.yaml")
         return None
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:

@@ -71,6 +71,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--arm", action="append", default=[], metavar="'NAME: SETTINGS'", help="one more arm; settings as for train"
     )
+    parser.add_argument("--arm-file", type=Path, help="such lines, in place of the study's own arms")
     parser.add_argument("--settings", nargs="+", default=[], help="of every run; with another --output, as runs go on")
     parser.add_argument("--output", type=Path, help="default: outputs/study/<experiment>")
     parser.add_argument("--parallel", type=int, help="runs side by side (default: 2 with a thread each, on CUDA 1)")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_prep.tokenizer import expected_vocab_size
 from sharebert.compose import compose
 from sharebert.config import ConfigError, TrainConfig, from_dict
 from sharebert.run_folder import RunFolder
@@ -72,6 +73,35 @@ def arms(max_steps: int) -> dict[str, tuple[str, ...]]:
     }
 
 
+def read_arms(path: Path) -> dict[str, tuple[str, ...]]:
+    """Settings of each arm in a file of lines `NAME: SETTINGS`; empty lines and those that begin with # are skipped.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is no arm, or a name comes twice.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--arm-file={path}: {error}") from error
+    found: dict[str, tuple[str, ...]] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.startswith("#"):
+            name, settings = _parse_arm(line, f"--arm-file: {path}, line {number}: {line!r}")
+            if name in found:
+                raise ConfigError(f"--arm-file: {path}, line {number}: the arm {name!r} stands above already")
+            found[name] = settings
+    if not found:
+        raise ConfigError(f"--arm-file={path}: no arm in it, expected lines 'name: unshare=fixed max_steps=800'")
+    return found
+
+
+def _parse_arm(text: str, origin: str) -> tuple[str, tuple[str, ...]]:
+    name, colon, settings = text.partition(":")
+    if not (colon and name.strip()):
+        raise ConfigError(f"{origin}: expected 'name: unshare=fixed max_steps=800 ...'")
+    return name.strip(), tuple(settings.split())
+
+
 def build_jobs(options: argparse.Namespace) -> list[Job]:
     """Every run, seed by seed, the longest of a seed first; all settings are checked before anything runs.
 
@@ -83,12 +113,8 @@ def build_jobs(options: argparse.Namespace) -> list[Job]:
         files = ",".join(f"'{name}'" for name in options.corpus)  # quoted: a name may hold commas or spaces
         common += ["data=text_files", f"data.files=[{files}]"]
     common += [*(SMALL if options.steps == "small" else ()), *options.settings]
-    chosen = arms(_compose(common).max_steps)
-    for text in options.arm:
-        name, colon, settings = text.partition(":")
-        if not colon:
-            raise ConfigError(f"--arm={text!r}: expected 'name: unshare=fixed max_steps=800 ...'")
-        chosen[name.strip()] = tuple(settings.split())
+    chosen = arms(_compose(common).max_steps) if options.arm_file is None else read_arms(options.arm_file)
+    chosen |= dict(_parse_arm(text, f"--arm={text!r}") for text in options.arm)
     if options.arms:
         unknown = [name for name in options.arms if name not in chosen]
         if unknown:
@@ -98,7 +124,7 @@ def build_jobs(options: argparse.Namespace) -> list[Job]:
     jobs = []
     for seed in options.seeds or ((1, 2) if options.steps == "small" else (1, 2, 3)):
         for name in sorted(chosen, key=lambda name: -configs[name].max_steps):
-            output, run_name = study_folder(options) / name, f"seed-{seed}"
+            output, run_name = study_folder(options), f"{name}/seed-{seed}"
             where = (f"output_dir={output}", f"run_name={run_name}", f"seed={seed}")
             config = dataclasses.replace(configs[name], output_dir=str(output), run_name=run_name, seed=seed)
             jobs.append(Job(name, seed, (*common, *chosen[name], *where), config, output / run_name))
@@ -124,7 +150,8 @@ def seconds_per_update(config: TrainConfig, num_updates: int = 5) -> float | Non
     config = phase_config(config, "unshared", config.global_batch_size)
     tokens = 20 * config.global_batch_size * config.data.seq_len
     with tempfile.TemporaryDirectory() as scratch:
-        ours = OurUpdate(config, random_corpus(Path(scratch), _vocabulary_size(config), tokens), device, precision)
+        corpus = random_corpus(Path(scratch), expected_vocab_size(config.data), tokens)
+        ours = OurUpdate(config, corpus, device, precision)
         torch.set_num_threads(1 if config.engine.device == "cpu" else threads)
         try:
             ours.update()
@@ -133,21 +160,13 @@ def seconds_per_update(config: TrainConfig, num_updates: int = 5) -> float | Non
             torch.set_num_threads(threads)
 
 
-def _vocabulary_size(config: TrainConfig) -> int:
-    from data_prep.tokenizer import load_given_tokenizer, vocabulary_size
-
-    if config.data.tokenizer is None:
-        return config.data.vocab_size
-    return vocabulary_size(load_given_tokenizer(Path(config.data.tokenizer), config.data.lowercase))
-
-
 def _operations(config: TrainConfig) -> int:
     """Of an update."""
     from sharebert.data.masking import num_slots
     from sharebert.flops import flops_per_update  # imports torch
 
     slots = num_slots(config.data.seq_len, config.masking.probability)
-    sizes = (config.data.seq_len, slots, _vocabulary_size(config), config.global_batch_size)
+    sizes = (config.data.seq_len, slots, expected_vocab_size(config.data), config.global_batch_size)
     return flops_per_update(config.model, *sizes)
 
 
