@@ -6,7 +6,9 @@ All goes through `datasets`, so HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and its cache 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,21 @@ from data_prep.text_files import text_or_empty
 from sharebert.config import ConfigError, DataConfig, near_match
 from sharebert.files import sha256_of_file
 
+_COMMIT = re.compile("[0-9a-f]{40}")
+
 
 def local_folder(config: DataConfig) -> Path | None:
     """The folder that `hf_path` names, or None when it is a name on the hub.
 
     Raises:
-        ConfigError: it is written like a path, but there is no such folder.
+        ConfigError: it is written like a path, but there is no such folder; or a folder has a revision.
     """
     assert config.hf_path is not None  # DataConfig has checked it
     folder = Path(config.hf_path).expanduser()
     if folder.is_dir():
+        if config.hf_revision is not None:
+            came = f"data.hf_revision={config.hf_revision!r} with the folder data.hf_path={config.hf_path!r}"
+            raise ConfigError(f"{came}; expected it with a name on the hub only")
         return folder
     if config.hf_path.startswith(("/", ".", "~")):
         raise ConfigError(f"data.hf_path={config.hf_path!r}: no such folder")
@@ -44,11 +51,11 @@ def load(config: DataConfig) -> Any:
             saved = _saved_split(datasets.load_from_disk(str(folder)), folder, config)
             return _checked(saved.to_iterable_dataset() if config.hf_streaming else saved, config)
         name = str(folder) if folder is not None else config.hf_path
-        options = {"split": config.hf_split, "streaming": config.hf_streaming}
+        options = {"split": config.hf_split, "streaming": config.hf_streaming, "revision": config.hf_revision}
         return _checked(datasets.load_dataset(name, config.hf_name, **options), config)
     except ConfigError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:  # missing, offline, unknown configuration or split
+    except (RuntimeError, *_hub_errors()) as error:  # missing, offline, unknown configuration or split
         given = f"hf_name={config.hf_name!r}, hf_split={config.hf_split!r}"
         raise ConfigError(f"data.hf_path={config.hf_path!r} ({given}): {error}") from error
 
@@ -76,34 +83,62 @@ def _checked(dataset: Any, config: DataConfig) -> Any:
     return dataset.select_columns([config.text_column])
 
 
+def at_commit(config: DataConfig) -> DataConfig:
+    """`config` with the commit that a stream from the hub is at now as `hf_revision`: all of it is read from there.
+
+    A full commit stays as it is, without a question to the hub; so does what is no stream from the hub, which
+    `datasets` keeps on disk under its own fingerprint.
+
+    Raises:
+        ConfigError: the hub does not know it, or cannot be reached.
+    """
+    if local_folder(config) is not None or not config.hf_streaming or _COMMIT.fullmatch(config.hf_revision or ""):
+        return config
+    import huggingface_hub
+
+    try:
+        info = huggingface_hub.HfApi().dataset_info(str(config.hf_path), revision=config.hf_revision)
+    except _hub_errors() as error:
+        given = f"data.hf_path={config.hf_path!r}, data.hf_revision={config.hf_revision!r}"
+        expected = "a dataset on the hub, and a connection unless data.hf_revision is the hash of a commit"
+        raise ConfigError(f"{given}: {error}; expected {expected}") from error
+    return replace(config, hf_revision=info.sha)
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    from huggingface_hub.errors import HTTPError  # of a connection, no OSError
+
+    return (OSError, ValueError, HTTPError)
+
+
 def content_hash(config: DataConfig) -> tuple[str, int]:
     """(hash, bytes): of the files of a local folder; for the hub, the fingerprint that `datasets` keeps, or for a
-    stream the commit, and 0 bytes where the hub does not say."""
+    stream (:func:`at_commit`) the commit, and 0 bytes where the hub does not say."""
     folder = local_folder(config)
     if folder is None and config.hf_streaming:
-        return _hub_commit(config)
+        return hashlib.sha256(f"{config.hf_path} {config.hf_revision}".encode()).hexdigest(), _stream_bytes(config)
     if folder is None:
         dataset = load(config)
         return hashlib.sha256(str(dataset._fingerprint).encode()).hexdigest(), int(dataset.data.nbytes)
     digest, num_bytes = hashlib.sha256(), 0
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if path.name.startswith((".", "cache-", "tmp")):  # what `datasets` itself leaves in such folders
-            continue
+    for path in _data_files(folder):
         digest.update(f"{path.relative_to(folder).as_posix()}\0{sha256_of_file(path)}\n".encode())
         num_bytes += path.stat().st_size
     return digest.hexdigest(), num_bytes
 
 
-def _hub_commit(config: DataConfig) -> tuple[str, int]:
-    import huggingface_hub
-
-    name = str(config.hf_path)
+def _stream_bytes(config: DataConfig) -> int:
     try:
-        commit = huggingface_hub.HfApi().dataset_info(name).sha
-    except (OSError, ValueError) as error:  # all errors of the hub and of its connection are of these
-        expected = "expected a dataset on the hub, which hf_streaming needs a connection to"
-        raise ConfigError(f"data.hf_path={name!r}: {error}; {expected}") from error
-    return hashlib.sha256(f"{name} {commit}".encode()).hexdigest(), int(load(config).info.dataset_size or 0)
+        return int(load(config).info.dataset_size or 0)
+    except ConfigError:  # no connection, and none is needed where the corpus is prepared; else reading says so
+        return 0
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """Files that rows may come from: not hidden ones, nor in a saved dataset what `datasets` leaves there itself."""
+    ours = ("cache-", "tmp") if _is_saved(folder) else ()
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(ours)]
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def read_documents(config: DataConfig) -> Iterator[str]:

@@ -28,7 +28,7 @@ from data_prep.tokenizer import load_given_tokenizer, load_text_tokenizer, train
 from sharebert.config import ConfigError, DataConfig
 from sharebert.data.format import DataError, PreparedCorpus, TokenStore, TokenStoreWriter, write_meta
 from sharebert.files import sha256_of_file, sync
-from sharebert.launch import StopRequested
+from sharebert.launch import StopRequested, usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ def prepare_corpus(config: DataConfig, progress: bool = False, check_stop: Check
         return corpus
     try:
         plan.folder.parent.mkdir(parents=True, exist_ok=True)
-        Path(f"{plan.folder}.lock").touch()
+        lock = _lock(plan, check_stop)
     except OSError as error:
         came = f"data.cache_dir={config.cache_dir}" if config.cache_dir else f"cache folder {plan.folder.parent}"
         expected = "a folder that can be written; set data.cache_dir or SHAREBERT_CACHE"
-        raise ConfigError(f"{came}: {error.strerror}, expected {expected}") from error
-    with _lock(plan, check_stop):
+        raise ConfigError(f"{came}: {error.strerror or error}, expected {expected}") from error
+    with lock:
         return open_planned(plan) or _build(plan, config, progress, check_stop)
 
 
@@ -191,7 +191,7 @@ def _num_proc(plan: CorpusPlan, config: DataConfig) -> int:
         return config.num_proc
     sizes = [source.num_bytes for source in plan.sources]
     is_small = all(sizes) and sum(sizes) < _POOL_PAYS_BYTES
-    return 1 if is_small else len(os.sched_getaffinity(0))
+    return 1 if is_small else usable_cores()
 
 
 def tokenize_files(config: DataConfig, tokenizer_path: Path, folder: Path) -> TokenStore:

@@ -45,9 +45,10 @@ def open_sources(config: DataConfig) -> list[Source]:
     if config.source == "text_files":
         return open_files(config.files, config)
     if config.source == "hf_dataset":
-        digest, num_bytes = hf_dataset.content_hash(config)
+        pinned = hf_dataset.at_commit(config)
+        digest, num_bytes = hf_dataset.content_hash(pinned)
         name = " ".join(part for part in (config.hf_path, config.hf_name, config.hf_split) if part)
-        dataset = Source(name, "hf_dataset", digest, num_bytes, lambda _: hf_dataset.read_documents(config))
+        dataset = Source(name, "hf_dataset", digest, num_bytes, lambda _: hf_dataset.read_documents(pinned))
         return [dataset, *open_files(config.files, config, first_group=1)]
     folder = python_docs.standard_library()
     digest, num_bytes = python_docs.content_hash(folder)

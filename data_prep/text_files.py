@@ -5,7 +5,7 @@
 - `.parquet`: one document a row of the column `text_column`.
 
 Each may be packed (`.gz`, `.zst`); a packed parquet file is unpacked into a temporary file first. A null text is an
-empty document. Memory holds one document (for parquet: a thousand rows) at a time. A byte that is not UTF-8 or
+empty document. Memory holds one document (for parquet: 64 rows) at a time. A byte that is not UTF-8 or
 a line that is not JSON is an error, mended or dropped, as `data.errors` says.
 """
 
@@ -24,6 +24,8 @@ from sharebert.data.format import DataError
 
 KINDS = ("txt", "jsonl", "parquet")
 SUFFIXES = tuple(f".{kind}{packing}" for kind in KINDS for packing in ("", *PACKINGS))
+PARQUET_ROWS = 64
+"""Held at a time; a row may be a book."""
 _EXPECTED = "expected .txt, .jsonl or .parquet, each also with .gz or .zst"
 
 
@@ -169,14 +171,15 @@ def _read_parquet(path: Path, opened: BinaryIO, text_column: str, faults: Faults
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(opened) as file:
+        # Without these two, all of the file's column is fetched at once and stays in memory.
+        with pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20) as file:
             columns = file.schema_arrow.names
             if text_column not in columns:
                 hint = near_match(text_column, columns)
                 names = ", ".join(columns)
                 raise DataError(f"{path}: no column {text_column!r}{hint} (data.text_column); columns: {names}")
             row = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[text_column]):
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=[text_column]):
                 for row, value in enumerate(_values(batch.column(0)), start=row + 1):  # noqa: B020
                     where = f"{path}, row {row}"
                     if isinstance(value, bytes):
@@ -185,6 +188,8 @@ def _read_parquet(path: Path, opened: BinaryIO, text_column: str, faults: Faults
                             continue
                     yield text_or_empty(value, where)
     except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
+            raise  # of the machine or the disk, not of the file: whoever tries again may go on
         raise DataError(f"{path}: cannot be read as parquet ({error})") from error
 
 

@@ -287,7 +287,15 @@ def _point_latest_to(newest: Path | None, folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed save or a killed deletion left behind."""
+    """Delete what a killed save or a killed deletion left behind.
+
+    A whole checkpoint whose save was killed between taking the old one of its name away and taking that name gets it
+    now: it may be the only one.
+    """
+    for path in folder.glob(f"{_TEMPORARY}step-*"):
+        target = path.with_name(path.name.removeprefix(_TEMPORARY))
+        if not target.exists() and _verified(path) is not None:
+            path.rename(target)
     for prefix in (_TEMPORARY, _DELETED):
         for path in folder.glob(f"{prefix}step-*"):
             shutil.rmtree(path, ignore_errors=True)

@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -138,8 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks = detect_ranks()
         set_up_logging(ranks.rank)
         if verb in HYDRA_VERBS:
-            return _run_hydra(verb, rest, ranks)
+            with _alike_on_all_ranks(ranks):
+                return _run_hydra(verb, rest, ranks)
         return _guarded(verb, lambda: _run_plain(verb, rest))
+    except _SaidByRankZeroError:
+        return EXIT_USAGE
     except ConfigError as error:
         _refuse(verb, error)
         return EXIT_USAGE
@@ -234,13 +237,14 @@ def _own_flags(verb: str, arguments: list[str]) -> tuple[argparse.Namespace, lis
 
 
 def _run_cell(verb: str, cell: Cell, ranks: Ranks, flags: argparse.Namespace) -> int:
-    if verb == "finetune":
-        return _finetune(from_dict(FinetuneConfig, cell.values), cell.folder, ranks)
-    if verb == "deep-linear":
+    with _alike_on_all_ranks(ranks):
+        config = from_dict(HYDRA_VERBS[verb][1], cell.values)
+    if isinstance(config, FinetuneConfig):
+        return _finetune(config, cell.folder, ranks)
+    if isinstance(config, DeepLinearConfig):
         from sharebert.deep_linear.run import run
 
-        return run(from_dict(DeepLinearConfig, cell.values), cell.folder)
-    config = from_dict(TrainConfig, cell.values)
+        return run(config, cell.folder)
     if verb == "bench":
         from sharebert.bench.run import bench
 
@@ -253,6 +257,8 @@ def _guarded(verb: str, run: Callable[[], int]) -> int:
     """Run one job; an error is printed and becomes an exit status, so that a sweep goes on with its next job."""
     try:
         return run()
+    except _SaidByRankZeroError:
+        return EXIT_USAGE
     except ConfigError as error:
         _refuse(verb, error)
         return EXIT_USAGE
@@ -269,12 +275,28 @@ def _guarded(verb: str, run: Callable[[], int]) -> int:
         return EXIT_FAILED
 
 
+class _SaidByRankZeroError(Exception):
+    """A request that every rank refuses alike, on a rank that need not say so."""
+
+
+@contextlib.contextmanager
+def _alike_on_all_ranks(ranks: Ranks) -> Iterator[None]:
+    """What is refused inside depends on the request alone, not on this rank's machine: rank 0 says it."""
+    try:
+        yield
+    except ConfigError:
+        if ranks.rank > 0:
+            raise _SaidByRankZeroError from None
+        raise
+
+
 def _refuse(verb: str, error: ConfigError) -> None:
-    """Say what is wrong with the request; once, not on every rank."""
-    with contextlib.suppress(ConfigError):
-        if detect_ranks().rank > 0:
-            return
-    print(f"sharebert {verb}: {error}", file=sys.stderr)
+    """Say what is wrong with the request, or with what it names on this rank's machine."""
+    try:
+        rank = detect_ranks().rank
+    except ConfigError:
+        rank = 0
+    print(f"sharebert {verb}: {f'rank {rank}: ' if rank > 0 else ''}{error}", file=sys.stderr)
 
 
 def _report(error: Exception) -> None:
@@ -303,7 +325,8 @@ def _is_of_the_disk(error: Exception) -> bool:
 
 def _train(config: TrainConfig, folder: Path, ranks: Ranks) -> int:
     """Refuse what can be refused without torch, then train."""
-    check_world_size(config, ranks.world_size)
+    with _alike_on_all_ranks(ranks):
+        check_world_size(config, ranks.world_size)
     from sharebert.metrics import check_extras
 
     check_extras(config.logging)
@@ -321,8 +344,9 @@ def _plan(request: Request, flags: argparse.Namespace, ranks: Ranks) -> int:
 
 
 def _finetune(config: FinetuneConfig, folder: Path, ranks: Ranks) -> int:
-    check_complete(config)
-    check_world_size(config, ranks.world_size)
+    with _alike_on_all_ranks(ranks):
+        check_complete(config)
+        check_world_size(config, ranks.world_size)
     from sharebert.finetune.run import finetune
 
     return finetune(config, ranks, folder)

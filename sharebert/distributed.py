@@ -5,8 +5,9 @@ Every function also works in a lone process, where no group exists: callers have
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -51,6 +52,18 @@ def join_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> No
     store = PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timeout)
     _patient_group = dist.new_group(backend="gloo", timeout=timeout if ranks.rank == 0 else _PATIENCE * timeout)
+
+
+@contextlib.contextmanager
+def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> Iterator[None]:
+    """The job's process group, joined, and left at a clean end.
+
+    After an error it is not left: NCCL waits in that for whatever other ranks have begun together, and they for this
+    one. The end of the process, for which the caller has to see (:func:`sharebert.launch.leave_at_once`), ends them.
+    """
+    join_group(ranks, device, timeout_minutes)
+    yield
+    leave_group()
 
 
 def leave_group() -> None:

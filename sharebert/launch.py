@@ -133,6 +133,11 @@ def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
     return any(_number(environ, key) > 0 for key in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on; all of the machine's where the system does not say (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_threads(ranks: Ranks, environ: MutableMapping[str, str] = os.environ) -> None:
     """Give each of several ranks its share of the machine's cores, where OMP_NUM_THREADS is not set.
 
@@ -142,7 +147,7 @@ def set_threads(ranks: Ranks, environ: MutableMapping[str, str] = os.environ) ->
     """
     if ranks.world_size == 1 or "OMP_NUM_THREADS" in environ:
         return
-    cores = len(os.sched_getaffinity(0)) // ranks.local_world_size
+    cores = usable_cores() // ranks.local_world_size
     if "RANK" not in environ:
         cores = _number(environ, "SLURM_CPUS_PER_TASK", cores)
     environ["OMP_NUM_THREADS"] = str(max(1, cores))

@@ -73,7 +73,9 @@ def resolve_precision(config: EngineConfig, device: torch.device) -> Precision:
     name = config.precision
     if name == "auto":
         name = "bf16" if hardware_has_bf16(device) else "fp32"
-    if name == "bf16" and device.type == "cuda" and not hardware_has_bf16(device):
+    # Where there is no GPU to ask, the run is another machine's.
+    is_asked = name == "bf16" and device.type == "cuda" and torch.cuda.is_available()
+    if is_asked and not hardware_has_bf16(device):
         raise ConfigError("engine.precision='bf16': expected a GPU of compute capability 8.0; use fp16 or fp32")
     if name == "fp16" and device.type == "cpu":
         logger.warning("fp16 on a CPU is there for tests of the gradient scaler; bf16 or fp32 is faster")

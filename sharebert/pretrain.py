@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -67,8 +68,8 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
     if device.type == "cpu":
         keep_freed_memory()
     with contextlib.ExitStack() as closing:
-        distributed.join_group(ranks, device, config.engine.group_timeout_minutes)
-        closing.callback(distributed.leave_group)
+        closing.callback(_free_device, device)
+        closing.enter_context(distributed.process_group(ranks, device, config.engine.group_timeout_minutes))
         closing.callback(run.close)
         numbers = stop_signals(ranks, device.type)
         stop = closing.enter_context(StopSignals(numbers, config.max_run_minutes, is_announced=ranks.rank == 0))
@@ -83,6 +84,13 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
         corpus = obtain_corpus(config.data, ranks, stop)
         corpus.check_sequences(config.data.seq_len, config.global_batch_size)
         return _train(config, run, corpus, device, start, stop, closing)
+
+
+def _free_device(device: torch.device) -> None:
+    """Give back what the run had on a GPU: the next run of a sweep, in this process, builds and plans beside it."""
+    if device.type == "cuda":
+        gc.collect()  # trainer and updater know each other
+        torch.cuda.empty_cache()
 
 
 def _enter(run: RunFolder, config: TrainConfig, device: torch.device) -> tuple[Path | None, bool]:

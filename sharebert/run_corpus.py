@@ -14,7 +14,7 @@ from data_prep.documents import CheckStop
 from data_prep.prepare import prepare_corpus
 from sharebert import distributed
 from sharebert.config import DataConfig
-from sharebert.data.format import PreparedCorpus
+from sharebert.data.format import DataError, PreparedCorpus
 from sharebert.launch import Ranks, StopRequested, StopSignals
 
 LOOK_SECONDS = 0.5
@@ -49,7 +49,10 @@ def obtain_corpus(config: DataConfig, ranks: Ranks, stop: StopSignals) -> Prepar
 
 def _prepare(config: DataConfig, ranks: Ranks, check_stop: CheckStop) -> PreparedCorpus:
     corpus = prepare_corpus(config, progress=ranks.rank == 0 and sys.stderr.isatty(), check_stop=check_stop)
-    corpus.verify()  # about 1 s per GB; training on damaged tokens would never show
+    try:
+        corpus.verify()  # about 1 s per GB; training on damaged tokens would never show
+    except DataError as error:
+        raise DataError(f"{error}; delete {corpus.folder}, and the same command prepares it again") from error
     return corpus
 
 

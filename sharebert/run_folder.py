@@ -43,6 +43,7 @@ MAY_DIFFER = (
     "max_run_minutes",
     "data.files",  # the content hash of the prepared text is compared instead
     "data.hf_path",
+    "data.hf_revision",
     "data.hf_streaming",
     "data.tokenizer",
     "data.cache_dir",
@@ -83,10 +84,10 @@ class RunFolder:
         """
         try:
             self._lock_folder()
+            remove_leftovers(self.checkpoints)
             is_finished = self.read_status().get("state") == "finished"  # fine-tuned, without checkpoints
             if replace and (is_finished or list_checkpoints(self.checkpoints)):
                 self._move_aside()
-            remove_leftovers(self.checkpoints)
         except Timeout as error:
             message = f"run folder {self.path}: another process is running in it; expected it free, or another run_name"
             raise ConfigError(message) from error

@@ -75,10 +75,11 @@ class Job:
             reason = StopSignals.last_reason
         if status == EXIT_STOPPED and reason not in ("SIGTERM", "SIGINT"):  # those are a person's, or Slurm's own end
             signal.raise_signal(_requeue_signal())
-        if status not in (EXIT_FINISHED, EXIT_STOPPED) and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
+        is_failed = status not in (EXIT_FINISHED, EXIT_STOPPED) and os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+        if detect_ranks().launched:  # once submitit has written down the result
+            atexit.register(leave_at_once, EXIT_FAILED if is_failed else EXIT_FINISHED)
+        if is_failed:
             raise RuntimeError(f"sharebert {self.verb} ended with exit status {status}")
-        if detect_ranks().launched:
-            atexit.register(leave_at_once, EXIT_FINISHED)  # once submitit has written down the result
         return status
 
     def checkpoint(self) -> Any:

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sharebert.checkpoint import CheckpointError, list_checkpoints, read_meta
 from sharebert.compose import Cell, Request
 from sharebert.config import ConfigError, TrainConfig, from_dict
 from sharebert.files import write_atomically
-from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, Ranks
+from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
 from sharebert.metrics import read_metrics
-from sharebert.precision import resolve_device
 from sharebert.prefix_plan import running_order, shared_updates
 from sharebert.resolve import resolve
 from sharebert.run_folder import RunFolder, configuration_differences
@@ -141,7 +142,8 @@ def _is_complete(config: TrainConfig, folder: Path) -> bool:
         return False
     try:
         meta = read_meta(entries[-1].path)
-        resolved, _ = resolve(config, resolve_device(config.engine, Ranks()), meta)
+        # On the run's own device, which the machine that asks, a login node for one, need not have.
+        resolved, _ = resolve(config, torch.device(meta["config"]["engine"]["device"]), meta)
     except (CheckpointError, ConfigError):
         return False  # the run itself will say it
     return meta["step"] >= config.max_steps and not configuration_differences(meta["config"], resolved)

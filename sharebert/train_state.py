@@ -127,6 +127,8 @@ def build_train_state(
     model.to(device)  # keeps shared Parameters shared: it moves their data, not the objects
     model.encoder.activation_checkpointing = config.engine.activation_checkpointing
     if config.engine.compile == "true":
+        # Layer by layer the all-reduce of DDP overlaps anyway; dynamo would split each layer at DDP's buckets.
+        torch._dynamo.config.optimize_ddp = False
         for layer in model.encoder.layers:
             layer.compile()
     state = TrainState(model, sharing, policy, build_optimizer(model, config.optim), precision.build_scaler())

@@ -38,12 +38,14 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path / "checkpoints", keep_last=2, keep_every=None)
 
 
-def save(folder: CheckpointFolder, step: int, phase: str = "shared", before_unsharing: bool = False) -> Path:
+def save(
+    folder: CheckpointFolder, step: int, phase: str = "shared", before_unsharing: bool = False, **meta: object
+) -> Path:
     return folder.save(
         tensors={"weight": torch.full((300,), float(step))},
         training_state={"optimizer": {"weight": {"step": torch.tensor(float(step))}}, "counters": {"step": step}},
         tokenizer=b"{}",
-        meta={"step": step, "phase": phase, "before_unsharing": before_unsharing},
+        meta={"step": step, "phase": phase, "before_unsharing": before_unsharing, **meta},
     )
 
 
@@ -191,6 +193,30 @@ def test_a_deletion_that_was_killed_leaves_no_half_checkpoint(
     assert [entry.step for entry in list_checkpoints(folder.path)] == [20, 30]
     checkpoint.remove_leftovers(folder.path)
     assert names(folder) == ["latest", "step-00000020-shared", "step-00000030-shared"]
+
+
+def test_a_checkpoint_saved_again_survives_a_kill_between_the_two_renames(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(BaseException):
+        pass
+
+    rename = Path.rename
+
+    def die(path: Path, target: Path) -> Path:
+        if path.name.startswith(".saving"):
+            raise KilledError
+        return rename(path, target)
+
+    save(folder, 10, evaluation=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", die)
+        with pytest.raises(KilledError):
+            save(folder, 10, evaluation={"eval/loss": 1.0})
+    assert not list_checkpoints(folder.path)
+    checkpoint.remove_leftovers(folder.path)
+    assert [path.name for path in folder.path.iterdir() if not path.is_symlink()] == ["step-00000010-shared"]
+    assert verify(folder.path / "step-00000010-shared")["evaluation"] == {"eval/loss": 1.0}
 
 
 def test_within_a_step_the_later_phase_is_the_newer(folder: CheckpointFolder) -> None:

@@ -22,7 +22,7 @@ from test_resume import final_state, signal_at
 
 from sharebert import distributed
 from sharebert.checkpoint import read_meta
-from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, detect_ranks
+from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, Ranks, detect_ranks
 from sharebert.trainer import Trainer
 
 pytestmark = pytest.mark.processes
@@ -194,6 +194,19 @@ def wait_for_rank_zero() -> int:
 def test_the_time_limit_of_the_group_holds_for_ranks_that_hang_not_for_the_work_of_rank_zero() -> None:
     statuses, errors = run_ranks(2, wait_for_rank_zero)
     assert statuses == [0, 0], errors
+
+
+def test_the_group_is_left_at_a_clean_end_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's way out waits for the others, who wait for the rank that failed."""
+    seen: list[str] = []
+    monkeypatch.setattr(distributed, "join_group", lambda *_: seen.append("join"))
+    monkeypatch.setattr(distributed, "leave_group", lambda: seen.append("leave"))
+    with pytest.raises(ZeroDivisionError), distributed.process_group(Ranks(), torch.device("cpu"), 1.0):
+        raise ZeroDivisionError
+    assert seen == ["join"]
+    with distributed.process_group(Ranks(), torch.device("cpu"), 1.0):
+        pass
+    assert seen == ["join", "join", "leave"]
 
 
 def test_a_lone_process_needs_no_group() -> None:

@@ -1,8 +1,12 @@
 """Where text comes from, and the rule for what text is."""
 
+import errno
 import gzip
 import json
+import os
 import sys
+import tracemalloc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pyarrow
@@ -89,6 +93,34 @@ def test_damaged_gzip_and_parquet_are_named(tmp_path):
         documents(packed)
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read as parquet"):
+        documents(tmp_path / "a.parquet")
+
+
+def test_a_parquet_file_is_not_held_in_memory_as_a_whole(tmp_path):
+    path, megabyte = tmp_path / "a.parquet", 2**20
+    rows = pyarrow.table({"text": [os.urandom(megabyte // 64).hex() for _ in range(64)]})
+    with pyarrow.parquet.ParquetWriter(path, rows.schema, compression="none") as writer:
+        for _ in range(16):
+            writer.write_table(rows)
+    del rows
+    tracemalloc.start()  # what pyarrow reads from a Python file is held in Python's memory
+    try:
+        for _ in read_documents(path, "text"):
+            pass
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 16 * megabyte, most / megabyte  # of 32; a row group is 2
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), MemoryError("full")])
+def test_a_fault_of_the_disk_is_none_of_the_parquet_file(tmp_path, monkeypatch, error):
+    def fail(*arguments, **options):
+        raise error
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", fail)
+    with pytest.raises(type(error), match=r"stale|full"):  # tokens that are finished stay
         documents(tmp_path / "a.parquet")
 
 
@@ -232,21 +264,68 @@ def test_streams_and_maps_give_the_same_documents(tmp_path, monkeypatch):
 
 def test_a_stream_from_the_hub_is_named_by_its_commit(monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
-    commits = iter(["abc", "abc", "def"])
-    info = SimpleNamespace(info=SimpleNamespace(dataset_size=None))
-    monkeypatch.setattr(hub.HfApi, "dataset_info", lambda self, name: SimpleNamespace(sha=next(commits)))
-    monkeypatch.setattr(hf_dataset, "load", lambda config: info)
-    config = DataConfig(source="hf_dataset", hf_path="someone/texts", hf_streaming=True)
-    first, second, third = (hf_dataset.content_hash(config) for _ in range(3))
-    assert first == second != third
-    assert first[1] == 0
+    datasets = pytest.importorskip("datasets")
+    asked, loaded = [], []
+    commits = iter(["a" * 40, "a" * 40, "b" * 40])
 
-    def offline(self, name):
-        raise ConnectionError("no network")
+    def dataset_info(self, name, revision):
+        asked.append(revision)
+        return SimpleNamespace(sha=next(commits))
+
+    def load_dataset(name, configuration, **options):
+        loaded.append(options["revision"])
+        return datasets.Dataset.from_dict({"text": ["one", "two"]}).to_iterable_dataset()
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    config = DataConfig(source="hf_dataset", hf_path="someone/texts", hf_streaming=True, hf_revision="v1")
+    (first,), (second,), (third,) = (open_sources(config) for _ in range(3))
+    assert first.sha256 == second.sha256 != third.sha256
+    assert first.num_bytes == 0
+    assert asked == ["v1"] * 3
+    loaded.clear()
+    assert list(first.read()) == ["one", "two"]
+    assert loaded == ["a" * 40]  # though the hub has a newer one by now
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no network"), "HTTPError"])
+def test_without_a_connection_a_stream_needs_the_hash_of_a_commit(monkeypatch, error):
+    hub = pytest.importorskip("huggingface_hub")
+    datasets = pytest.importorskip("datasets")
+    error = hub.errors.HTTPError("no network") if error == "HTTPError" else error
+
+    def offline(*arguments, **options):
+        raise error
 
     monkeypatch.setattr(hub.HfApi, "dataset_info", offline)
-    with pytest.raises(ConfigError, match=r"data\.hf_path='someone/texts': no network"):
-        hf_dataset.content_hash(config)
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    config = DataConfig(source="hf_dataset", hf_path="someone/texts", hf_streaming=True)
+    with pytest.raises(ConfigError, match=r"data\.hf_path='someone/texts', data\.hf_revision=None: no network"):
+        open_sources(config)
+    (source,) = open_sources(replace(config, hf_revision="c" * 40))  # enough to find a prepared corpus
+    with pytest.raises(ConfigError, match="no network"):
+        list(source.read())
+
+
+def test_a_folder_on_disk_has_no_revision(tmp_path):
+    config = DataConfig(source="hf_dataset", hf_path=str(tmp_path), hf_revision="v1")
+    with pytest.raises(ConfigError, match=r"data\.hf_revision='v1' with the folder .*expected it with a name on"):
+        open_sources(config)
+
+
+def test_the_hash_of_a_folder_goes_by_what_rows_come_from(tmp_path):
+    config = DataConfig(source="hf_dataset", hf_path=str(tmp_path))
+    hashes = []
+    for name in ("train.jsonl", ".cache/huggingface/train.metadata", ".git/HEAD", "tmp-part.jsonl", "cache-1.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+        hashes.append(hf_dataset.content_hash(config)[0])
+    assert hashes[0] == hashes[1] == hashes[2]
+    assert len({*hashes}) == 3  # the last two are data like any other
+    (tmp_path / "state.json").write_text("{}")  # of save_to_disk, where they are not
+    saved = hf_dataset.content_hash(config)[0]
+    (tmp_path / "cache-1.parquet").write_text("other")
+    assert hf_dataset.content_hash(config)[0] == saved
 
 
 def test_files_are_read_after_a_dataset(tmp_path, monkeypatch):

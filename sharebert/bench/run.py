@@ -31,7 +31,7 @@ from sharebert.bench.contestants import (
 from sharebert.bench.memory import measure_peak_memory
 from sharebert.config import TrainConfig, check_world_size
 from sharebert.data.masking import num_slots
-from sharebert.flops import flops_per_update, measure_matmul_peak
+from sharebert.flops import MATMUL_SIZE, flops_per_update, measure_matmul_peak
 from sharebert.launch import EXIT_FINISHED, Ranks
 from sharebert.optim import optimizer_state_by_name
 from sharebert.precision import resolve_device
@@ -62,11 +62,8 @@ def bench(config: TrainConfig, ranks: Ranks, *, as_json: bool, sequences: int | 
     """
     check_world_size(config, ranks.world_size)
     device = resolve_device(config.engine, ranks)
-    distributed.join_group(ranks, device, config.engine.group_timeout_minutes)
-    try:
+    with distributed.process_group(ranks, device, config.engine.group_timeout_minutes):
         figures = _measure(config, device, sequences, seconds)
-    finally:
-        distributed.leave_group()
     if ranks.rank == 0:
         print(json.dumps(figures) if as_json else describe(figures))
     return EXIT_FINISHED
@@ -170,6 +167,7 @@ def _rates(config: TrainConfig, vocab_size: int, rounds: Rounds, peak: float) ->
     return {
         "flops_per_update": flops,
         "matmul_peak_gflops": peak / 1e9,
+        "matmul_size": MATMUL_SIZE[config.engine.device],
         "tokens_per_second": {phase: rate[phase] for phase in PHASES},
         "peak_share": {phase: flops / seconds[phase]["update"] / (peak * distributed.world_size()) for phase in PHASES},
         "seconds": {part: {name: seconds[name][part] for name in seconds} for part in ("update", *PARTS)},
@@ -254,7 +252,7 @@ def describe(figures: Mapping[str, Any]) -> str:
             f"{figures['model']} on {figures['device']}, {threads}, torch {figures['torch']}, {figures['precision']}, "
             f"compile {'on' if figures['compile'] else 'off'}",
             f"{shape}; medians of {figures['rounds']} rounds, each of one update of every column; "
-            f"peak of a 2048^3 product: {figures['matmul_peak_gflops']:,.0f} GFLOP/s",
+            f"peak of a {figures['matmul_size']}^3 product: {figures['matmul_peak_gflops']:,.0f} GFLOP/s",
             "",
             markdown_table(["", *(heads.get(name, name) for name in names)], rows),
             "",

@@ -65,6 +65,9 @@ class DataConfig:
     """For `hf_dataset`: a hub name, or a local folder written by `save_to_disk` or holding data files."""
     hf_name: Optional[str] = None
     """For `hf_dataset`: the dataset's configuration name on the hub."""
+    hf_revision: Optional[str] = None
+    """For `hf_dataset`: commit, tag or branch of a dataset on the hub. null: the newest, of which any change, even of
+    its README, counts as other data."""
     hf_split: str = "train"
     """For `hf_dataset`: the split to read."""
     hf_streaming: bool = False

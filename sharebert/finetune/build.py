@@ -94,8 +94,8 @@ def _sha256(value: Any) -> str:
 def source_hashes(config: FinetuneConfig) -> dict[str, str]:
     """sha256 of each file that rows and tokens come from, by its key or its name below `task.path`.
 
-    Cheap beside reading and tokenising them. Of a dataset of the hub, that of the fingerprint of each split. A file
-    that is not there is left out: reading it says so.
+    Cheap beside reading and tokenising them. Of a dataset of the hub, that of the rows of each split. A file that
+    is not there is left out: reading it says so.
 
     Raises:
         ConfigError: the dataset does not come from the hub.
@@ -135,4 +135,12 @@ def _hub_hashes(task: TaskConfig) -> dict[str, str]:
     except (OSError, ValueError, RuntimeError) as error:
         came = f"task={task.name}: {path} did not come from the hub ({error})"
         raise ConfigError(f"{came}; expected a connection, or a folder as task.path") from error
-    return {f"{path}, {split}": _sha256(rows._fingerprint) for split, rows in found.items()}
+    return {f"{path}, {split}": _sha256_of_rows(rows) for split, rows in found.items()}
+
+
+def _sha256_of_rows(rows: Any) -> str:
+    """Of the rows themselves; `datasets`' own fingerprint changes with any commit to the dataset's README."""
+    digest = hashlib.sha256()
+    for batch in rows.with_format("arrow").iter(batch_size=1000):
+        digest.update(json.dumps(batch.to_pylist(), sort_keys=True).encode())
+    return digest.hexdigest()

@@ -64,8 +64,7 @@ def finetune(config: FinetuneConfig, ranks: Ranks, folder: Path) -> int:
     if device.type == "cpu":
         keep_freed_memory()
     with contextlib.ExitStack() as closing:
-        distributed.join_group(ranks, device, config.engine.group_timeout_minutes)
-        closing.callback(distributed.leave_group)
+        closing.enter_context(distributed.process_group(ranks, device, config.engine.group_timeout_minutes))
         closing.callback(run.close)
         numbers = stop_signals(ranks, device.type)
         stop = closing.enter_context(StopSignals(numbers, config.max_run_minutes, is_announced=ranks.rank == 0))
