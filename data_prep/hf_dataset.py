@@ -55,7 +55,7 @@ def load(config: DataConfig) -> Any:
         return _checked(datasets.load_dataset(name, config.hf_name, **options), config)
     except ConfigError:
         raise
-    except (RuntimeError, *_hub_errors()) as error:  # missing, offline, unknown configuration or split
+    except _hub_errors() as error:  # missing, offline, unknown configuration or split
         given = f"hf_name={config.hf_name!r}, hf_split={config.hf_split!r}"
         raise ConfigError(f"data.hf_path={config.hf_path!r} ({given}): {error}") from error
 
@@ -106,9 +106,9 @@ def at_commit(config: DataConfig) -> DataConfig:
 
 
 def _hub_errors() -> tuple[type[Exception], ...]:
-    from huggingface_hub.errors import HTTPError  # of a connection, no OSError
+    from huggingface_hub import errors
 
-    return (OSError, ValueError, HTTPError)
+    return (OSError, ValueError, RuntimeError, errors.HTTPError)  # type: ignore[attr-defined]
 
 
 def content_hash(config: DataConfig) -> tuple[str, int]:

@@ -238,7 +238,7 @@ def _own_flags(verb: str, arguments: list[str]) -> tuple[argparse.Namespace, lis
 
 def _run_cell(verb: str, cell: Cell, ranks: Ranks, flags: argparse.Namespace) -> int:
     with _alike_on_all_ranks(ranks):
-        config = from_dict(HYDRA_VERBS[verb][1], cell.values)
+        config: TrainConfig | FinetuneConfig | DeepLinearConfig = from_dict(HYDRA_VERBS[verb][1], cell.values)
     if isinstance(config, FinetuneConfig):
         return _finetune(config, cell.folder, ranks)
     if isinstance(config, DeepLinearConfig):

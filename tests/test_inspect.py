@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import Train, invented_text
 
+from data_prep.prepare import tokenize_files
 from sharebert.cli import main
 
 
@@ -69,6 +70,21 @@ def test_evaluate_reads_any_text_and_agrees_with_itself(
         assert 0 < figures["eval/loss"] < 8
     assert main(command) == 0
     assert "eval/unigram_loss" in capsys.readouterr().out
+
+
+def test_evaluate_reads_text_as_the_run_did(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train("run_name=lines", "data.txt_documents=line", "max_steps=1", "unshare.step=1") == 0
+    seen: list[str] = []
+    monkeypatch.setattr(
+        "sharebert.evaluate_text.tokenize_files",
+        lambda config, *paths: seen.append(config.txt_documents) or tokenize_files(config, *paths),
+    )
+    (tmp_path / "other.txt").write_text(invented_text(40, seed=5))
+    checkpoint = tmp_path / "outputs/lines/checkpoints/latest"
+    assert main(["evaluate", str(checkpoint), "--files", str(tmp_path / "other.txt")]) == 0
+    assert seen == ["line"]
 
 
 def test_evaluate_names_a_pattern_that_matches_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

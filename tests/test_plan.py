@@ -137,6 +137,16 @@ def test_flags_describe_machines_that_are_not_here(capsys: pytest.CaptureFixture
     assert by_tflops["hours"] == pytest.approx(by_tflops["device_hours"] / 8)
 
 
+def test_processes_on_a_cpu_share_its_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    alone, both = (planned(capsys, "engine.device=cpu", "--processes", number) for number in ("1", "2"))
+    assert alone["hours"] == both["hours"]
+    assert "(1,000 GFLOP/s), which 2 processes share;" in table(capsys, "engine.device=cpu", "--processes", "2")
+
+
+def test_a_corpus_that_takes_long_to_look_for_is_not_called_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "corpus not looked for, which may take long;" in table(capsys, "+experiment=bert_base_half")
+
+
 def test_a_gpu_that_is_not_here_and_of_unknown_memory_is_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +172,12 @@ def test_a_sweep_has_a_row_for_each_run_and_the_saving_of_the_shared_prefix(
     assert "unshare.step-50 " in shown
     assert "49 of 1,600 updates saved (3.1%)" in shown
     assert "no shared prefix in common" in table(capsys, "-m", "+experiment=demo", "seed=1,2")
+
+
+def test_the_rows_of_several_experiments_have_names_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = table(capsys, "-m", "+experiment=demo,bert_base_half", "engine.device=cpu")
+    names = re.findall(r"^\| (\S+) +\|", shown, re.MULTILINE)
+    assert names[-2:] == ["demo/engine.device-cpu", "bert_base_half/engine.device-cpu"]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def write_run(
     return folder
 
 
-def add_checkpoint(folder: Path, config: TrainConfig, equal_layers: bool) -> None:
+def add_checkpoint(folder: Path, config: TrainConfig, equal_layers: bool, **meta: Any) -> None:
     """A last checkpoint, unshared, whose layers are equal or not."""
     model = Bert(config.model, VOCABULARY)
     if equal_layers:
@@ -112,6 +112,7 @@ def add_checkpoint(folder: Path, config: TrainConfig, equal_layers: bool) -> Non
             **{"step": config.max_steps, "phase": "unshared", "before_unsharing": False, "git_commit": "0123456789abc"},
             **{"config": to_dict(config), "vocab_size": VOCABULARY, "unit_layers": 1},
             "layer_groups": [[layer, layer + 1] for layer in range(LAYERS)],
+            **meta,
         },
     )
 
@@ -434,12 +435,24 @@ def test_what_is_no_run_folder_is_named_too(tmp_path: Path) -> None:
     (tmp_path / "failed").mkdir()
     status = {"state": "failed", "step": 0, "reason": "DataError: a.txt: no such file\nmore"}
     (tmp_path / "failed/status.json").write_text(json.dumps(status))
+    (tmp_path / "preparing").mkdir()
+    (tmp_path / "preparing/status.json").write_text(json.dumps({"state": "running", "step": 0, "reason": ""}))
     write_run(tmp_path / "old.replaced-1", settings(), [4, 3])
-    paths = [tmp_path / name for name in ("empty", "file", "failed", "missing", "old.replaced-1")]
+    paths = [tmp_path / name for name in ("empty", "file", "failed", "missing", "old.replaced-1", "preparing")]
     runs = read_runs(find_run_folders(paths))
-    assert [run.state for run in runs] == ["no run", "no run", "failed", "missing", "set aside"]
+    assert [run.state for run in runs] == ["no run", "no run", "failed", "missing", "set aside", "running"]
+    assert runs[5].note == "no figures yet"
     assert runs[2].note == "DataError: a.txt: no such file"
     assert not any(run.is_readable for run in runs)
+
+
+def test_unsharing_before_the_first_figures_is_known_from_the_checkpoint(tmp_path: Path) -> None:
+    """As in a run that goes on from `export --unshare`."""
+    config = settings(unshare__policy="fixed", unshare__step=8)
+    folder = write_run(tmp_path / "a", config, [4, 3, 2], unshared_at=0)
+    assert read_runs([folder])[0].unshare_points == ()
+    add_checkpoint(folder, config, equal_layers=True, unshared_at=[8])
+    assert read_runs([folder])[0].unshare_points == (8,)
 
 
 def test_a_folder_of_runs_is_searched_and_each_run_is_taken_once(tmp_path: Path) -> None:

@@ -19,9 +19,11 @@ from conftest import Train
 from test_prefix_cache import assert_equal_runs
 from test_resume import Killed, kill_at, signal_at
 
+from sharebert.checkpoint import read_meta
 from sharebert.compose import Cell, Request
+from sharebert.config import TrainConfig, from_dict
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
-from sharebert.sweep import build_jobs
+from sharebert.sweep import _is_complete, build_jobs
 from sharebert.update import Updater
 
 
@@ -79,6 +81,22 @@ def test_a_finished_sweep_is_passed_over_without_reading_its_tensors(
     assert shown.err.count("is finished (4 updates): nothing to do") == 2
     assert "2 shared updates trained, not 3" in shown.err
     assert (tmp_path / "outputs/sweep/sweep.csv").read_text() == before
+
+
+def test_finished_runs_of_a_gpu_are_passed_over_where_there_is_none(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `submit` asks on a login node."""
+    train("run_name=a", "max_steps=4", "unshare.step=2")
+    meta = read_meta(next((tmp_path / "outputs/a/checkpoints").glob("step-00000004-*")))
+    meta["config"]["engine"] |= {"device": "cuda", "precision": "bf16", "compile": "true", "num_workers": 2}
+    monkeypatch.setattr("sharebert.sweep.read_meta", lambda path: meta)
+    for precision in ("auto", "bf16"):
+        engine = {**meta["config"]["engine"], "device": "cuda", "precision": precision, "compile": "auto"}
+        asked = from_dict(TrainConfig, {**meta["config"], "engine": engine})
+        assert _is_complete(asked, tmp_path / "outputs/a")
+    other = from_dict(TrainConfig, {**meta["config"], "engine": {**engine, "precision": "fp32"}})
+    assert not _is_complete(other, tmp_path / "outputs/a")
 
 
 def test_a_killed_sweep_repeats_nothing(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
