@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +162,18 @@ def describe_sweep(sweep: Mapping[str, Any]) -> str:
     prefix = sweep["prefix"]
     header = ["run", "parameters", "shared updates", "prefix", "memory", "time", "disk"]
     cells = sweep["cells"]
-    names = short_names([Path(plan["run_folder"]) for plan in cells])
+    names = _names([Path(plan["run_folder"]) for plan in cells])
     rows = [_cell_row(*cell) for cell in zip(names, cells, prefix["starts_from"], strict=True)]
     unfit = [f"{name}: {plan['advice']}" for name, plan in zip(names, cells, strict=True) if plan["advice"]]
     lines = [markdown_table(header, rows), "", _saving(prefix)]
     return "\n".join([*lines, *(f"does not fit: {text}" for text in unfit)])
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """What tells the runs apart: their last folder, or that of their experiment where the last is the same in all."""
+    if len({folder.name for folder in folders}) == 1 < len(folders):
+        return _names([folder.parent for folder in folders])
+    return short_names(folders)
 
 
 def _cell_row(name: str, plan: Plan, starts_from: int) -> list[str]:
