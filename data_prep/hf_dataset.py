@@ -19,6 +19,10 @@ from sharebert.files import sha256_of_file
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
+class UnreachableError(ConfigError):
+    """The hub does not answer now; what was asked of it may be right, and what is tokenised stays."""
+
+
 def local_folder(config: DataConfig) -> Path | None:
     """The folder that `hf_path` names, or None when it is a name on the hub.
 
@@ -41,6 +45,7 @@ def load(config: DataConfig) -> Any:
     """The split `hf_split`, memory-mapped, or a stream with `hf_streaming`; only its column of text.
 
     Raises:
+        UnreachableError: the hub does not answer.
         ConfigError: no such dataset, configuration, split or column; the message names the key.
     """
     import datasets
@@ -55,9 +60,10 @@ def load(config: DataConfig) -> Any:
         return _checked(datasets.load_dataset(name, config.hf_name, **options), config)
     except ConfigError:
         raise
-    except _hub_errors() as error:  # missing, offline, unknown configuration or split
+    except hub_errors() as error:  # missing, offline, unknown configuration or split
         given = f"hf_name={config.hf_name!r}, hf_split={config.hf_split!r}"
-        raise ConfigError(f"data.hf_path={config.hf_path!r} ({given}): {error}") from error
+        kind = UnreachableError if _is_of_the_connection(error) else ConfigError
+        raise kind(f"data.hf_path={config.hf_path!r} ({given}): {error}") from error
 
 
 def _saved_split(saved: Any, folder: Path, config: DataConfig) -> Any:
@@ -98,17 +104,24 @@ def at_commit(config: DataConfig) -> DataConfig:
 
     try:
         info = huggingface_hub.HfApi().dataset_info(str(config.hf_path), revision=config.hf_revision)
-    except _hub_errors() as error:
+    except hub_errors() as error:
         given = f"data.hf_path={config.hf_path!r}, data.hf_revision={config.hf_revision!r}"
         expected = "a dataset on the hub, and a connection unless data.hf_revision is the hash of a commit"
         raise ConfigError(f"{given}: {error}; expected {expected}") from error
     return replace(config, hf_revision=info.sha)
 
 
-def _hub_errors() -> tuple[type[Exception], ...]:
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What `datasets` and the hub raise where something is not there, or there is no connection."""
     from huggingface_hub import errors
 
     return (OSError, ValueError, RuntimeError, errors.HTTPError)  # type: ignore[attr-defined]
+
+
+def _is_of_the_connection(error: Exception) -> bool:
+    from huggingface_hub import errors
+
+    return isinstance(error, (ConnectionError, TimeoutError, errors.HTTPError))  # type: ignore[attr-defined]
 
 
 def content_hash(config: DataConfig) -> tuple[str, int]:

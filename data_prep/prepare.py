@@ -20,6 +20,7 @@ from tqdm import tqdm
 from data_prep.cache import CorpusPlan, open_planned, plan_corpus
 from data_prep.documents import CheckStop, Document, DocumentCounts, iterate_documents
 from data_prep.encode import TextEncoder, encode_documents
+from data_prep.hf_dataset import UnreachableError
 from data_prep.sample import TextSample
 from data_prep.sources import open_files
 from data_prep.summary import library_versions, log_summary, meta_content, shown_names, too_little_text
@@ -95,6 +96,8 @@ def _build(plan: CorpusPlan, config: DataConfig, progress: bool, check_stop: Che
         encoder = TextEncoder(partial / "tokenizer.json")
         meta = _write_tokens(plan, config, partial, encoder, progress, check_stop)
         write_meta(partial / "meta.json", meta, encoder.special_ids)
+    except UnreachableError:
+        raise
     except (ConfigError, DataError):
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -1,9 +1,12 @@
-"""How the C library hands out memory."""
+"""How a process gets memory and gives it back."""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
+
+import torch
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
@@ -23,3 +26,15 @@ def keep_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(M_MMAP_MAX, 0)) and bool(mallopt(M_TRIM_THRESHOLD, LARGEST_INT))
+
+
+def prepare_memory(device: torch.device) -> None:
+    """Before a run: keep what is freed on a CPU, and give back what an earlier run of this process had on a GPU.
+
+    Not after that run: the error that ended it would still hold its tensors.
+    """
+    if device.type == "cpu":
+        keep_freed_memory()
+    else:
+        gc.collect()  # trainer and updater know each other
+        torch.cuda.empty_cache()

@@ -194,6 +194,8 @@ class CheckpointFolder:
             _point_latest_to(target, self.path)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
             shutil.rmtree(temporary, ignore_errors=True)
+            if old is not None and doomed.exists() and not target.exists():
+                doomed.rename(target)
             raise CheckpointError(f"{target}: could not be written ({error}); older checkpoints are intact") from error
         if old is not None:
             shutil.rmtree(doomed, ignore_errors=True)
@@ -254,15 +256,15 @@ def link_checkpoint(source: Path, folder: Path, texts: Mapping[str, str]) -> Non
     target, temporary = folder / source.name, folder / f"{_TEMPORARY}{source.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    for file in source.iterdir():
+    for name, text in texts.items():
+        (temporary / name).write_text(text, encoding="utf-8")
+        sync(temporary / name)
+    for file in sorted(source.iterdir(), key=lambda file: file.name == META_FILE):  # with which it is whole
         try:
             (temporary / file.name).hardlink_to(file)
         except OSError:
             shutil.copyfile(file, temporary / file.name)
             sync(temporary / file.name)
-    for name, text in texts.items():
-        (temporary / name).write_text(text, encoding="utf-8")
-        sync(temporary / name)
     if target.exists():
         shutil.rmtree(target.rename(folder / f"{_DELETED}{source.name}"), ignore_errors=True)
     temporary.rename(target)

@@ -246,6 +246,8 @@ def _run_cell(verb: str, cell: Cell, ranks: Ranks, flags: argparse.Namespace) ->
 
         return run(config, cell.folder)
     if verb == "bench":
+        with _alike_on_all_ranks(ranks):
+            check_world_size(config, ranks.world_size)
         from sharebert.bench.run import bench
 
         return bench(config, ranks, as_json=flags.json, sequences=flags.sequences, seconds=flags.seconds)

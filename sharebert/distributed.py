@@ -62,7 +62,12 @@ def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) ->
     one. The end of the process, for which the caller has to see (:func:`sharebert.launch.leave_at_once`), ends them.
     """
     join_group(ranks, device, timeout_minutes)
-    yield
+    try:
+        yield
+    except BaseException:
+        if world_size() == 1:  # nobody waits, and the next run of a sweep joins one of its own
+            leave_group()
+        raise
     leave_group()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 from data_prep.same_tokenizer import refuse_other_tokenizer
 from data_prep.tokenizer import load_given_tokenizer
 from sharebert import checkpoint, distributed
-from sharebert.allocator import keep_freed_memory
+from sharebert.allocator import prepare_memory
 from sharebert.config import TrainConfig
 from sharebert.curves import draw_curves
 from sharebert.data.format import PreparedCorpus
@@ -65,10 +64,8 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
     """
     device = resolve_device(config.engine, ranks)
     run = RunFolder(folder)
-    if device.type == "cpu":
-        keep_freed_memory()
+    prepare_memory(device)
     with contextlib.ExitStack() as closing:
-        closing.callback(_free_device, device)
         closing.enter_context(distributed.process_group(ranks, device, config.engine.group_timeout_minutes))
         closing.callback(run.close)
         numbers = stop_signals(ranks, device.type)
@@ -84,13 +81,6 @@ def pretrain(config: TrainConfig, ranks: Ranks, folder: Path) -> int:
         corpus = obtain_corpus(config.data, ranks, stop)
         corpus.check_sequences(config.data.seq_len, config.global_batch_size)
         return _train(config, run, corpus, device, start, stop, closing)
-
-
-def _free_device(device: torch.device) -> None:
-    """Give back what the run had on a GPU: the next run of a sweep, in this process, builds and plans beside it."""
-    if device.type == "cuda":
-        gc.collect()  # trainer and updater know each other
-        torch.cuda.empty_cache()
 
 
 def _enter(run: RunFolder, config: TrainConfig, device: torch.device) -> tuple[Path | None, bool]:

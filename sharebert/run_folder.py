@@ -92,7 +92,7 @@ class RunFolder:
             message = f"run folder {self.path}: another process is running in it; expected it free, or another run_name"
             raise ConfigError(message) from error
         except OSError as error:
-            raise ConfigError(f"run folder {self.path}: cannot be written ({error.strerror})") from error
+            raise ConfigError(f"run folder {self.path}: cannot be written ({error.strerror or error})") from error
 
     def _move_aside(self) -> None:
         """Move what a run leaves into a folder of its own; jobs of a sweep below this folder stay."""

@@ -37,7 +37,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_module, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(bench_module, "prepare_memory", lambda device: None)
     monkeypatch.setattr(bench_module, "has_transformers", lambda: False)
     monkeypatch.setattr(bench_module, "measure_peak_memory", lambda config, vocab_size, device: 2**20)
     monkeypatch.setattr(bench_module, "measure_matmul_peak", lambda device, dtype: 1e12)
@@ -96,7 +96,7 @@ def test_labels_stand_at_the_predicted_tokens_only() -> None:
 
 
 def test_peak_memory_is_that_of_a_training_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(memory, "prepare_memory", lambda device: None)
     config, _ = resolve(from_dict(TrainConfig, TINY), CPU, None)
     peak = memory.run_two_updates(phase_config(config, "shared", 4), 60, CPU)
     assert peak > 50 * 2**20  # Python with torch alone is more

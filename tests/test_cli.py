@@ -21,12 +21,11 @@ import sharebert
 from sharebert import cli
 from sharebert.cli import main
 from sharebert.compose import compose, job_folder, run_name
-from sharebert.config import from_dict
+from sharebert.config import ConfigError, from_dict
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 from sharebert.update import Updater
 
 CONF = Path(__file__).parent.parent / "conf"
-ROOT = Path(__file__).parent.parent
 VERBS = (
     "train",
     "prepare",
@@ -100,17 +99,108 @@ def test_help_of_a_verb_with_flags_shows_its_flags(verb: str, capsys: pytest.Cap
     assert "--json" in capsys.readouterr().out
 
 
-def test_the_examples_of_the_help_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    texts = [cli.USAGE, *(path.read_text() for path in (ROOT / "conf").glob("*.yaml"))]
+def test_the_examples_of_the_help_are_accepted() -> None:
+    texts = [cli.USAGE, *(path.read_text() for path in CONF.glob("*.yaml"))]
     lines = [line.strip().split("   ")[0] for text in texts for line in text.splitlines()]
-    examples = [shlex.split(line) for line in lines if line.startswith("sharebert ") and "=" in line]
+    examples = [shlex.split(line) for line in lines if re.match(r"sharebert \S+ .*=", line)]
     assert len(examples) > 8
     for _, verb, *arguments in examples:
         if verb in cli.HYDRA_VERBS and not any(argument.startswith("+grid") for argument in arguments):
             primary, kind = cli.HYDRA_VERBS[verb]
             for cell in compose(verb, primary, kind, cli._own_flags(verb, arguments)[1]).cells:
                 from_dict(kind, cell.values)
+
+
+# ---------------------------------------------------------------------- what it refuses
+
+REFUSED = [
+    (["max_stepz=3"], "max_stepz: no such key (did you mean 'max_steps'?)"),
+    (["unshare.polcy=never"], "unshare.polcy: no such key (did you mean 'unshare.policy'?)"),
+    (["modl=bert_tiny"], "modl: no such key (did you mean 'model'?)"),
+    (["unshare=fixd"], "(did you mean 'fixed'?)"),
+    (["+experiment=dmo"], "experiment=dmo: expected one of"),
+    (["max_steps=abc"], "max_steps: Value 'abc'"),
+    (["max_steps=1.5"], "max_steps: Value '1.5'"),
+    (["max_steps=null"], "max_steps"),
+    (["optim.betas=[0.9]"], "optim.betas=[0.9]: expected two numbers"),
+    (["data.seq_len=600"], "data.seq_len=600: expected at most model.max_position_embeddings=512"),
+    (["model.hidden_size=250", "model.num_heads=4"], "model.hidden_size=250: expected a multiple of model.num_heads=4"),
+    (["max_steps=10", "unshare.step=11"], "unshare.step=11: expected at most max_steps=10"),
+    (["data=text_files"], "data.files=[]: expected at least one path"),
+    (["max_steps"], "missing EQUAL"),
+    (["--json"], "--json: sharebert train has no such flag"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_a_wrong_request_is_refused_before_any_work(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sharebert.pretrain.pretrain", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    assert main(["train", *arguments]) == EXIT_USAGE
+    shown = capsys.readouterr().err
+    assert shown.startswith("sharebert train: ")
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("arguments", [["max_stepz=3"], ["max_steps=10", "unshare.step=11"]], ids=str)
+def test_a_refused_request_leaves_nothing_behind(
+    arguments: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    assert main(["train", *arguments]) == EXIT_USAGE
+    assert not list(here.iterdir())
+
+
+def test_a_flag_may_stand_anywhere_among_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of(["train", "seed=3", "--cfg", "job", "max_steps=7"]) == EXIT_FINISHED
+    shown = capsys.readouterr().out
+    assert "seed: 3" in shown
+    assert "max_steps: 7" in shown
+
+
+def test_a_second_wrong_request_in_the_same_process_is_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    before = dict(os.environ)
+    for _ in range(2):
+        assert main(["train", "max_stepz=3"]) == EXIT_USAGE
+    assert dict(os.environ) == before
+
+
+def test_a_global_batch_that_does_not_divide_over_the_ranks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sharebert.pretrain.pretrain", lambda *_: pytest.fail("work was begun"))
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    assert main(["train", "global_batch_size=64"]) == EXIT_USAGE
+    assert "global_batch_size=64: expected a multiple of the 3 processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("arguments", [["max_stepz=3"], ["max_steps=0"], ["global_batch_size=63"]], ids=str)
+def test_what_every_rank_refuses_alike_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, arguments: list[str]
+) -> None:
+    for name, value in (("RANK", str(rank)), ("LOCAL_RANK", str(rank)), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert main(["train", *arguments]) == EXIT_USAGE
+    assert bool(capsys.readouterr().err) == (rank == 0)
+
+
+def test_what_only_this_rank_refuses_is_said_by_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pretrain(*_: object) -> int:
+        raise ConfigError("local rank 1: expected one GPU for each process, torch sees 1")
+
+    monkeypatch.setattr("sharebert.pretrain.pretrain", pretrain)
+    for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    assert main(["train"]) == EXIT_USAGE
+    assert "sharebert train: rank 5: local rank 1: expected one GPU" in capsys.readouterr().err
 
 
 def test_a_sweep_inside_several_ranks_is_refused(

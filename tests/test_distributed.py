@@ -201,12 +201,16 @@ def test_the_group_is_left_at_a_clean_end_only(monkeypatch: pytest.MonkeyPatch) 
     seen: list[str] = []
     monkeypatch.setattr(distributed, "join_group", lambda *_: seen.append("join"))
     monkeypatch.setattr(distributed, "leave_group", lambda: seen.append("leave"))
-    with pytest.raises(ZeroDivisionError), distributed.process_group(Ranks(), torch.device("cpu"), 1.0):
-        raise ZeroDivisionError
-    assert seen == ["join"]
-    with distributed.process_group(Ranks(), torch.device("cpu"), 1.0):
-        pass
-    assert seen == ["join", "join", "leave"]
+    for world_size, expected in ((2, ["join"]), (1, ["join", "leave"])):
+        monkeypatch.setattr(distributed, "world_size", lambda size=world_size: size)
+        seen.clear()
+        with pytest.raises(ZeroDivisionError), distributed.process_group(Ranks(), torch.device("cpu"), 1.0):
+            raise ZeroDivisionError
+        assert seen == expected
+        seen.clear()
+        with distributed.process_group(Ranks(), torch.device("cpu"), 1.0):
+            pass
+        assert seen == ["join", "leave"]
 
 
 def test_a_lone_process_needs_no_group() -> None:

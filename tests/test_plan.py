@@ -172,6 +172,7 @@ def test_a_sweep_has_a_row_for_each_run_and_the_saving_of_the_shared_prefix(
     assert "unshare.step-50 " in shown
     assert "49 of 1,600 updates saved (3.1%)" in shown
     assert "no shared prefix in common" in table(capsys, "-m", "+experiment=demo", "seed=1,2")
+    assert table(capsys, "-m", "+experiment=demo", "seed=1,1").count("seed-1 ") == 2
 
 
 def test_the_rows_of_several_experiments_have_names_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

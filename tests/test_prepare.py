@@ -239,6 +239,25 @@ def test_what_a_killed_process_left_is_replaced(config):
     assert not partial.exists()
 
 
+def test_tokens_stay_when_the_hub_does_not_answer(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    cache_dir = str(tmp_path / "cache")
+    config = DataConfig(
+        source="hf_dataset", hf_path="someone/texts", hf_streaming=True, hf_revision="a" * 40, cache_dir=cache_dir
+    )
+
+    def offline(*arguments, **options):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    partial = plan_corpus(config).folder
+    partial = partial.with_name(f"{partial.name}.partial")
+    partial.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="no network"):
+        prepare_corpus(config)
+    assert partial.is_dir()
+
+
 def test_a_damaged_corpus_is_named_and_prepared_again(config, caplog):
     good = prepare_corpus(config)
     path = good.folder / "train" / "tokens.bin"

@@ -113,7 +113,7 @@ def test_a_parquet_file_is_not_held_in_memory_as_a_whole(tmp_path):
     assert most < 16 * megabyte, most / megabyte  # of 32; a row group is 2
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), MemoryError("full")])
+@pytest.mark.parametrize("error", [OSError(errno.ESTALE, "stale"), pyarrow.ArrowMemoryError("full")])
 def test_a_fault_of_the_disk_is_none_of_the_parquet_file(tmp_path, monkeypatch, error):
     def fail(*arguments, **options):
         raise error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from sharebert.allocator import keep_freed_memory
+from sharebert.allocator import prepare_memory
 from sharebert.bench.contestants import OurUpdate, random_corpus
 from sharebert.config import TrainConfig
 from sharebert.precision import resolve_precision
@@ -32,8 +32,7 @@ def measure_peak_memory(config: TrainConfig, vocab_size: int, device: torch.devi
 
 def run_two_updates(config: TrainConfig, vocab_size: int, device: torch.device) -> int:
     """Train for two updates; the peak in bytes. Runs in the process of :func:`measure_peak_memory`."""
-    if device.type == "cpu":
-        keep_freed_memory()
+    prepare_memory(device)
     with tempfile.TemporaryDirectory() as folder:
         corpus = random_corpus(Path(folder), vocab_size, 4 * config.global_batch_size * config.data.seq_len)
         ours = OurUpdate(config, corpus, device, resolve_precision(config.engine, device))

@@ -18,7 +18,7 @@ import torch
 
 from data_prep.tokenizer import expected_vocab_size
 from sharebert import distributed
-from sharebert.allocator import keep_freed_memory
+from sharebert.allocator import prepare_memory
 from sharebert.bench.clock import PARTS, synchronize
 from sharebert.bench.contestants import (
     Contestant,
@@ -29,7 +29,7 @@ from sharebert.bench.contestants import (
     random_corpus,
 )
 from sharebert.bench.memory import measure_peak_memory
-from sharebert.config import TrainConfig, check_world_size
+from sharebert.config import TrainConfig
 from sharebert.data.masking import num_slots
 from sharebert.flops import MATMUL_SIZE, flops_per_update, measure_matmul_peak
 from sharebert.launch import EXIT_FINISHED, Ranks
@@ -60,7 +60,6 @@ def bench(config: TrainConfig, ranks: Ranks, *, as_json: bool, sequences: int | 
         sequences: in a measured update of one process; None: 1,024 tokens on a CPU, one micro-batch on CUDA.
         seconds: about how long to measure, besides warm-up.
     """
-    check_world_size(config, ranks.world_size)
     device = resolve_device(config.engine, ranks)
     with distributed.process_group(ranks, device, config.engine.group_timeout_minutes):
         figures = _measure(config, device, sequences, seconds)
@@ -70,8 +69,7 @@ def bench(config: TrainConfig, ranks: Ranks, *, as_json: bool, sequences: int | 
 
 
 def _measure(config: TrainConfig, device: torch.device, sequences: int | None, seconds: float) -> dict[str, Any]:
-    if device.type == "cpu":
-        keep_freed_memory()
+    prepare_memory(device)
     config, precision = resolve(config, device, None)
     vocab_size = expected_vocab_size(config.data)
     sequences = sequences or _default_sequences(config, device)

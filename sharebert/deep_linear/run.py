@@ -26,7 +26,7 @@ def run(config: DeepLinearConfig, folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run folder {folder}: cannot be written ({error.strerror})") from error
+        raise ConfigError(f"run folder {folder}: cannot be written ({error.strerror or error})") from error
     results = _run_all(config)
     # First: it says whose folder this is.
     write_atomically(folder / "results.json", json.dumps(as_json(results)) + "\n")

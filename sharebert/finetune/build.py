@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from data_prep.hf_dataset import hub_errors
 from data_prep.tokenizer import find_special_ids
 from sharebert.checkpoint import TOKENIZER_FILE
 from sharebert.config import ConfigError, FinetuneConfig, TaskConfig
@@ -132,7 +133,7 @@ def _hub_hashes(task: TaskConfig) -> dict[str, str]:
     path, name = (HUB_PATHS[task.name], None) if task.name in SQUAD_TASKS else (HUB_PATH, task.name)
     try:
         found = datasets.load_dataset(path, name)
-    except (OSError, ValueError, RuntimeError) as error:
+    except hub_errors() as error:
         came = f"task={task.name}: {path} did not come from the hub ({error})"
         raise ConfigError(f"{came}; expected a connection, or a folder as task.path") from error
     return {f"{path}, {split}": _sha256_of_rows(rows) for split, rows in found.items()}

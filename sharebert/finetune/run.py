@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from sharebert import checkpoint, distributed
-from sharebert.allocator import keep_freed_memory
+from sharebert.allocator import prepare_memory
 from sharebert.checkpoint import FINETUNED, MODEL_FILE, TOKENIZER_FILE, CheckpointFolder, find_newest_good
 from sharebert.config import ConfigError, EngineConfig, FinetuneConfig, to_dict
 from sharebert.files import sha256_of_file
@@ -61,8 +61,7 @@ def finetune(config: FinetuneConfig, ranks: Ranks, folder: Path) -> int:
     encoder = models.read_encoder_config(models.encoder_folder(config))
     device = resolve_device(EngineConfig(device=config.engine.device), ranks)
     run = RunFolder(folder)
-    if device.type == "cpu":
-        keep_freed_memory()
+    prepare_memory(device)
     with contextlib.ExitStack() as closing:
         closing.enter_context(distributed.process_group(ranks, device, config.engine.group_timeout_minutes))
         closing.callback(run.close)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.hf_dataset import hub_errors
 from sharebert.config import ConfigError, TaskConfig
 from sharebert.data.format import DataError
 from sharebert.finetune.tables import SUFFIXES, Columns, read_table
@@ -65,7 +66,7 @@ def _from_hub(task: str, path: str, name: str | None) -> dict[str, RawSplit]:
 
     try:
         return _of_datasets(datasets.load_dataset(path, name), path)
-    except (OSError, ValueError, RuntimeError) as error:  # offline, unknown dataset or configuration
+    except hub_errors() as error:  # offline, unknown dataset or configuration
         what = f"{path}, {name}" if name else path
         expected = "expected a connection, or a folder as task.path"
         raise ConfigError(f"task={task}: {what} did not come from the hub ({error}); {expected}") from error

@@ -171,7 +171,7 @@ def describe_sweep(sweep: Mapping[str, Any]) -> str:
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """What tells the runs apart: their last folder, or that of their experiment where the last is the same in all."""
-    if len({folder.name for folder in folders}) == 1 < len(folders):
+    if len({folder.name for folder in folders}) == 1 < len({*folders}):
         return _names([folder.parent for folder in folders])
     return short_names(folders)
 

@@ -182,8 +182,12 @@ def _read_config(path: Path, notes: list[str]) -> TrainConfig | None:
     try:
         values = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     except FileNotFoundError:
-        state, is_older = RunFolder(path).read_status().get("state"), (path / "metrics.jsonl").exists()
-        if is_older or state not in ("failed", "running", "stopped"):  # else it has not got beyond preparing its data
+        state, has_figures = RunFolder(path).read_status().get("state"), (path / "metrics.jsonl").exists()
+        if has_figures or state not in (
+            "failed",
+            "running",
+            "stopped",
+        ):  # else it is still preparing its data
             notes.append("no config.yaml")
         return None
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:

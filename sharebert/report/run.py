@@ -80,7 +80,8 @@ def write_report(comparison: Comparison, folder: Path, is_named: bool, extra: Se
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output={folder}: cannot be made ({error.strerror}); expected a folder") from error
+        reason = error.strerror or error
+        raise ConfigError(f"--output={folder}: cannot be made ({reason}); expected a folder") from error
     sections = [
         content.summary(comparison, is_named),
         _finals(comparison, folder),

@@ -85,7 +85,7 @@ def read_arms(path: Path) -> dict[str, tuple[str, ...]]:
         raise ConfigError(f"--arm-file={path}: {error}") from error
     found: dict[str, tuple[str, ...]] = {}
     for number, line in enumerate(lines, 1):
-        if line.strip() and not line.startswith("#"):
+        if line.strip() and not line.lstrip().startswith("#"):
             name, settings = _parse_arm(line, f"--arm-file: {path}, line {number}: {line!r}")
             if name in found:
                 raise ConfigError(f"--arm-file: {path}, line {number}: the arm {name!r} stands above already")
