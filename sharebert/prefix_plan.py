@@ -21,7 +21,7 @@ NOT_IN_PREFIX = (
     *("data.cache_dir", "data.num_proc", "data.hf_streaming", "engine.num_workers", "engine.group_timeout_minutes"),
     *("unshare.policy", "unshare.step", "unshare.fraction", "unshare.threshold", "unshare.patience"),
     *("unshare.earliest_step", "unshare.latest_step", "unshare.optimizer_state", "unshare.initial"),
-    *("unshare.prefix_cache", "max_run_minutes", "engine.group_timeout_minutes"),
+    "unshare.prefix_cache",
 )
 """Keys (a trailing dot: whole groups) that change no number before the first unsharing. `unshare.check_every` is not
 among them: a check step rounds differently on some machines. Nor is `evaluation.max_sequences`: the figures of the

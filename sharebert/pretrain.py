@@ -34,6 +34,7 @@ from sharebert.log import close_log_file, open_log_file
 from sharebert.metrics import Progress, Recorder, build_sinks
 from sharebert.origin import Origin, build_save, find_origin
 from sharebert.precision import Precision, resolve_device
+from sharebert.prefix_plan import shared_updates
 from sharebert.provenance import describe_origin
 from sharebert.resolve import resolve
 from sharebert.run_corpus import obtain_corpus
@@ -161,7 +162,7 @@ def _leave(run: RunFolder, trainer: Trainer, is_finished: bool, stop_reason: str
     except Exception:  # a picture is not worth a failed run
         logger.exception("curves.png or share_map.png could not be drawn")
     run.write_status(outcome, step, "" if is_finished else stop_reason)
-    if explanation := trainer.policy.explain(step):
+    if explanation := trainer.policy.explain(trainer.sharing.groups):
         logger.info(explanation)
     logger.info("%s at step %d of %d: %s", outcome, step, trainer.config.max_steps, run.path)
 
@@ -255,11 +256,10 @@ def _announce(config: TrainConfig, state: TrainState, corpus: PreparedCorpus, or
     if config.optim.warmup_steps > config.max_steps:
         message = "optim.warmup_steps=%d is more than max_steps=%d: the rate will not reach optim.lr"
         logger.warning(message, config.optim.warmup_steps, config.max_steps)
-    every = config.unshare.check_every
-    if config.unshare.policy in ("adaptive", "multi_step") and every is not None and every > config.max_steps:
-        logger.warning(
-            "unshare.check_every=%d is more than max_steps=%d: nothing will unshare", every, config.max_steps
-        )
+    shared, is_open = shared_updates(config)
+    if config.unshare.policy in ("adaptive", "multi_step") and shared == config.max_steps and not is_open:
+        checks = f"{config.unshare.patience} checks, one every {config.unshare.check_every:,} updates"
+        logger.warning("max_steps=%d ends before %s could unshare anything", config.max_steps, checks)
     begin = f"goes on from {origin.start}" if origin.start is not None else "starts"
     logger.info("%s at step %d of %d", begin, state.counters.step, config.max_steps)
 

@@ -16,8 +16,8 @@ from sharebert.data.masking import num_slots
 from sharebert.launch import detect_ranks
 from sharebert.memory import GIB, Held, Pass, free_bytes, held_bytes, process_bytes
 from sharebert.model.bert import Bert
+from sharebert.prefix_plan import shared_updates
 from sharebert.sharing import Groups, SharedLayers, one_group, single_groups
-from sharebert.unshare_policy import build_policy
 from sharebert.update import PROBED_GROUPS
 
 logger = logging.getLogger(__name__)
@@ -60,10 +60,10 @@ def parameter_sizes(config: TrainConfig, vocab_size: int) -> ParameterSizes:
 
 def phases_of(config: TrainConfig) -> tuple[str, ...]:
     """The phases that a run goes through; `unshared` too where correlations decide whether it does."""
-    units = config.model.num_layers // config.unshare.unit_layers
-    if build_policy(config).groups_for(1) == single_groups(units):
+    shared, is_open = shared_updates(config)
+    if shared == 0:
         return ("unshared",)
-    return ("shared",) if config.unshare.policy == "always" else PHASES
+    return ("shared",) if shared == config.max_steps and not is_open else PHASES
 
 
 class RunMemory:

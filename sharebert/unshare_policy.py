@@ -81,8 +81,8 @@ class UnsharePolicy:
         above = sum(value >= self.config.threshold for value in measured)
         return f"{above}/{len(measured)} pairs above {self.config.threshold:g}"
 
-    def explain(self, step: int) -> str:
-        """Why layers still share after `step` updates, for the end of a run; empty where nothing is to be explained."""
+    def explain(self, groups: Groups) -> str:
+        """Why layers share in `groups` at the end of a run; empty where nothing is to be explained."""
         return ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,9 +111,8 @@ class WatchingPolicy(UnsharePolicy):
         """Whether a check may lead to a decision."""
         return check.update >= self.config.earliest_step and len(self.groups) < self.num_units
 
-    def explain(self, step: int) -> str:
+    def explain(self, groups: Groups) -> str:
         """The last correlations, where something still shares."""
-        groups = self.groups_for(step + 1)
         if len(groups) == self.num_units:
             return ""
         if self.last_check is None:

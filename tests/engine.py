@@ -51,8 +51,12 @@ def small_config(**groups: dict[str, Any]) -> TrainConfig:
     return from_dict(TrainConfig, values)
 
 
-def random_store(folder: Path, num_tokens: int = 900, seed: int = 0) -> TokenStore:
-    """Tokens of a first-order Markov chain, so that there is something to learn."""
+def random_store(folder: Path, num_tokens: int = 897, seed: int = 0) -> TokenStore:
+    """Tokens of a first-order Markov chain, so that there is something to learn.
+
+    In sequences of 12 the last one is shorter and has fewer targets than the others: a loss that is not divided by
+    the number of targets shows.
+    """
     draw = np.random.default_rng(seed)
     ids = 5 + np.cumsum(draw.choice([1, 2, 7], size=num_tokens)) % 45
     with TokenStoreWriter(folder, VOCABULARY.vocab_size, VOCABULARY.sep_id) as writer:
@@ -76,7 +80,11 @@ class RecordedRows(Recorder):
 
 
 def build_trainer(
-    config: TrainConfig, folder: Path, dtype: torch.dtype = torch.float32, start: Path | None = None
+    config: TrainConfig,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    start: Path | None = None,
+    max_sequences: int = 8,
 ) -> tuple[Trainer, RecordedRows]:
     """A trainer as `pretrain` builds it; its saves gather everything and write nothing."""
     device = torch.device("cpu")
@@ -88,10 +96,11 @@ def build_trainer(
         VOCABULARY,
         seq_len=config.data.seq_len,
         masking=config.masking,
-        max_sequences=8,
+        max_sequences=max_sequences,
         batch_size=8,
         rank=0,
         world_size=1,
+        cross_document_attention=config.data.cross_document_attention,
     )
     recorder = RecordedRows()
     evaluator = Evaluator(batches, VOCABULARY.vocab_size, precision)
@@ -118,5 +127,6 @@ def windows(config: TrainConfig, folder: Path, first_update: int = 0) -> Iterato
         num_updates=config.max_steps,
         num_workers=0,
         pin_memory=False,
+        cross_document_attention=config.data.cross_document_attention,
     )
     yield from loader

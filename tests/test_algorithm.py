@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,14 @@ class LiteralAlgorithm1:
     def update(self, t: int, window: Window) -> None:
         self.optimizer.zero_grad()
         (batch,) = window.micro_batches(len(window.input_ids))
-        logits = self.model(batch.input_ids, batch.positions, batch.attention_mask)
+        logits = self.model(batch.input_ids, batch.positions, batch.attention_mask, batch.documents)
         losses = functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
         ((losses * batch.weights.flatten()).sum() / batch.weights.sum()).backward()
         self._replace_gradients_by_means(t)
         if self.config.optim.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optim.clip_norm, foreach=False)
+            most = self.config.optim.clip_norm
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most, foreach=False)
+            assert norm > most, f"{norm}: clipping does nothing here, so the comparison would not show a wrong one"
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(t - 1, self.config.optim, self.config.max_steps)
         self.optimizer.step()
@@ -128,7 +131,7 @@ def update_both_and_compare(
 def test_the_engine_is_algorithm_1_update_by_update(
     tmp_path: Path, norm: str, unit_layers: int, micro_batch_size: int, optimizer: str, tolerance: float
 ) -> None:
-    optim = {"name": "sgd", "clip_norm": None, "weight_decay": 0.0} if optimizer == "sgd" else {"clip_norm": 0.5}
+    optim = {"name": "sgd", "clip_norm": None, "weight_decay": 0.0} if optimizer == "sgd" else {"clip_norm": 0.2}
     config = small_config(
         global_batch_size=24,
         model={"norm": norm},
@@ -142,6 +145,22 @@ def test_the_engine_is_algorithm_1_update_by_update(
         update_both_and_compare(trainer, literal, t, window, tolerance)
         assert trainer.sharing.phase == ("shared" if t < 6 else "unshared")
     assert t == 12
+
+
+def test_documents_that_attend_to_themselves_only_do_so_in_training(tmp_path: Path) -> None:
+    changes = {"optim": {"name": "sgd", "clip_norm": None, "weight_decay": 0.0}, "global_batch_size": 24}
+    config = small_config(data={"cross_document_attention": False}, **changes)
+    trainer, _ = build_trainer(config, tmp_path, torch.float64, max_sequences=32)
+    across, _ = build_trainer(small_config(**changes), tmp_path, torch.float64, max_sequences=32)
+    literal = LiteralAlgorithm1(config)
+    for t, window in enumerate(windows(config, tmp_path), start=1):
+        assert window.documents is not None
+        update_both_and_compare(trainer, literal, t, window, 1e-12)
+        assert across.train_step(dataclasses.replace(window, documents=None))
+    ours, theirs = trainer.model.head.dense.weight, across.model.head.dense.weight
+    assert (ours - theirs).abs().max() > 1e-6
+    evaluations = [found.evaluator.evaluate(trainer.model)["eval/loss"] for found in (trainer, across)]
+    assert evaluations[0] != evaluations[1]
 
 
 def test_mean_and_sum_would_differ_in_the_comparison(tmp_path: Path) -> None:
@@ -174,7 +193,7 @@ def test_the_engine_is_algorithm_2_over_three_splits(
             "threshold": 0.998,
             "unit_layers": unit_layers,
         },
-        optim={"clip_norm": 0.5},
+        optim={"clip_norm": 0.2},
         engine={"micro_batch_size": micro_batch_size},
     )
     trainer, _ = build_trainer(config, tmp_path, torch.float64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import VOCABULARY, build_trainer, random_store, small_config
+from engine import VOCABULARY, build_trainer, random_store, small_config, windows
 
 from sharebert.config import MaskingConfig
 from sharebert.data.loader import MicroBatch, evaluation_batches
@@ -73,3 +73,12 @@ def test_evaluation_leaves_training_mode_and_random_state_alone(tmp_path: Path) 
 def test_an_evaluation_can_be_stopped(tmp_path: Path) -> None:
     trainer, _ = build_trainer(small_config(), tmp_path)
     assert trainer.evaluator.evaluate(trainer.model, lambda: True) is None
+
+
+def test_scores_are_in_full_precision_whatever_training_runs_in(tmp_path: Path) -> None:
+    trainer, _ = build_trainer(small_config(engine={"precision": "bf16"}), tmp_path)
+    (batch, *_) = next(windows(trainer.config, tmp_path)).micro_batches(8)
+    for is_training, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        with trainer.precision.autocast():
+            logits = trainer.model.train(is_training)(batch.input_ids, batch.positions, batch.attention_mask)
+        assert logits.dtype == dtype

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sharebert.config import TrainConfig, from_dict
+from sharebert.config import TrainConfig, flatten, from_dict, to_dict
 from sharebert.prefix_plan import plan_prefixes, prefix_settings, running_order, shared_updates
 
 
@@ -88,3 +88,12 @@ def test_settings_that_change_no_number_are_not_among_those_of_the_prefix() -> N
     settings = prefix_settings(config(step=30), but=("data.",))
     assert not {key for key in settings if key.startswith(("data.", "checkpoint.", "logging."))}
     assert {"max_steps", "seed", "unshare.check_every", "unshare.unit_layers", "optim.schedule"} <= settings.keys()
+    left_out = flatten(to_dict(config(step=30))).keys() - prefix_settings(config(step=30)).keys()
+    kept_out = {key for key in left_out if not key.startswith(("checkpoint.", "logging."))}
+    assert kept_out == {
+        *("run_name", "output_dir", "max_run_minutes", "evaluation.every_steps"),
+        *("data.cache_dir", "data.num_proc", "data.hf_streaming", "engine.num_workers", "engine.group_timeout_minutes"),
+        *("unshare.policy", "unshare.step", "unshare.fraction", "unshare.threshold", "unshare.patience"),
+        *("unshare.earliest_step", "unshare.latest_step", "unshare.optimizer_state", "unshare.initial"),
+        "unshare.prefix_cache",
+    }

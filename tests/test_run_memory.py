@@ -43,6 +43,8 @@ def test_parameters_are_those_of_the_model_that_trains(unit_layers: int) -> None
         ({"policy": "fixed", "step": 6}, ("shared", "unshared")),
         ({"policy": "fixed", "step": 1}, ("unshared",)),
         ({"policy": "adaptive", "check_every": 2}, ("shared", "unshared")),
+        ({"policy": "adaptive", "check_every": 4}, ("shared",)),  # the third check is in the last update
+        ({"policy": "adaptive", "check_every": 4, "latest_step": 12}, ("shared", "unshared")),
         ({"policy": "never"}, ("unshared",)),
         ({"policy": "always"}, ("shared",)),
         ({"policy": "always", "unit_layers": 6}, ("unshared",)),

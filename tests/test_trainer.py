@@ -82,13 +82,26 @@ def test_another_rate_while_layers_share(tmp_path: Path) -> None:
     torch.testing.assert_close(moved(0.5), 0.5 * moved(1.0), rtol=1e-3, atol=1e-7)
 
 
-def test_dropout_does_not_repeat_between_updates_or_micro_batches(tmp_path: Path) -> None:
-    def losses(**engine: int) -> list[float]:
-        config = small_config(model={"dropout": 0.5}, unshare={"step": 1}, engine=engine, max_steps=2)
-        return trained(config, tmp_path)[1].series("train/loss")
+def test_another_rate_lasts_until_no_layers_share(tmp_path: Path) -> None:
+    def rows(factor: float) -> list[dict[str, Any]]:
+        watching = {"check_every": 2, "patience": 1, "threshold": 0.998, "shared_lr_factor": factor}
+        config = small_config(max_steps=16, unshare={"policy": "multi_step", "step": None, **watching})
+        return [row for row in trained(config, tmp_path)[1].rows if "train/lr" in row]
 
-    assert losses(micro_batch_size=8) != losses(micro_batch_size=4)
-    assert losses(micro_batch_size=8) == losses(micro_batch_size=8)
+    usual = [row["train/lr"] for row in rows(1.0)]
+    slower = rows(0.5)
+    assert {row["share/phase"] for row in slower} == {"shared", "partly-shared", "unshared"}
+    for row, rate in zip(slower, usual, strict=True):
+        assert row["train/lr"] == pytest.approx(rate if row["share/phase"] == "unshared" else 0.5 * rate)
+
+
+def test_dropout_does_not_repeat_between_updates_or_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr("sharebert.update.seed_dropout", lambda *key: seen.append(key))
+    trained(small_config(max_steps=2, unshare={"step": 1}, engine={"micro_batch_size": 4}), tmp_path)
+    assert seen == [(1, 0, 0, 0), (1, 0, 1, 0), (1, 1, 0, 0), (1, 1, 1, 0)]  # seed, step, micro-batch, rank
 
 
 def test_accumulation_gives_the_update_of_the_whole_batch(tmp_path: Path) -> None:
@@ -160,6 +173,22 @@ def test_a_loss_that_is_not_a_number_stops_the_run_before_anything_is_saved(tmp_
     with pytest.raises(NonFiniteError, match=r"update 7: .*not a finite number"):
         trainer.fit(poisoned())
     assert saved == [4, 5]
+
+
+def test_fp16_gradients_are_unscaled_before_they_are_clipped(tmp_path: Path) -> None:
+    def run(precision: str) -> tuple[list[float], torch.Tensor]:
+        optim = {"name": "sgd", "lr": 0.1, "clip_norm": 0.5, "weight_decay": 0.0}
+        config = small_config(engine={"precision": precision}, max_steps=2, unshare={"step": 2}, optim=optim)
+        trainer, rows = build_trainer(config, tmp_path)
+        before = weights(trainer)
+        assert trainer.fit(windows(config, tmp_path))
+        moved = torch.cat([(after - before[name]).flatten() for name, after in weights(trainer).items()])
+        return rows.series("train/grad_norm"), moved
+
+    (norms, moved), (expected_norms, expected) = run("fp16"), run("fp32")
+    assert norms == pytest.approx(expected_norms, rel=2e-2)
+    assert min(norms) > 0.5  # else nothing is clipped
+    assert float((moved - expected).norm() / expected.norm()) < 2e-2
 
 
 def test_fp16_updates_that_overflow_are_tried_again_and_counted(tmp_path: Path) -> None:

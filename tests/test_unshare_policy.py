@@ -155,8 +155,8 @@ def test_the_latest_step_unshares_whatever_the_correlations() -> None:
         groups_after(policy, [HIGH] * 3)
         assert policy.groups_for(34) == SHARED
         assert policy.groups_for(35) == SINGLE
-        assert "still shared in 1 group(s)" in policy.explain(33)
-        assert policy.explain(40) == ""
+        assert "still shared in 1 group(s)" in policy.explain(SHARED)
+        assert policy.explain(SINGLE) == ""
 
 
 def test_units_and_odd_numbers_of_layers() -> None:

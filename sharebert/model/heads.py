@@ -41,8 +41,13 @@ class MaskedLanguageModelHead(nn.Module):
             token_embedding: (W, D), the decoder.
 
         Returns:
-            Logits (B, K, W).
+            Logits (B, K, W); while training in the type of autocast, else in that of the weights.
         """
         predicted = self.norm(functional.gelu(self.dense(hidden)))  # (B, K, D)
         bias = functional.pad(self.bias, (0, self.num_padded_ids), value=PADDED_LOGIT)  # (W,)
-        return functional.linear(predicted, token_embedding, bias)  # (B, K, W)
+        if self.training:
+            return functional.linear(predicted, token_embedding, bias)  # (B, K, W)
+        # Held-out scores in full: between equal 16-bit logits the lower id would win, and figures would differ by
+        # machine.
+        with torch.autocast(hidden.device.type, enabled=False):
+            return functional.linear(predicted.to(token_embedding.dtype), token_embedding, bias)

@@ -60,7 +60,9 @@ def describe_unsharing(plan: Plan) -> str:
     if plan["phases"] == ["unshared"]:
         return "nothing is shared" if policy == "never" else "from the first update on"
     if plan["phases"] == ["shared"]:
-        return "never: the layers share to the end"
+        if policy == "always":
+            return "never: the layers share to the end"
+        return f"never: max_steps ends before {plan['patience']} checks, one every {plan['check_every']:,} updates"
     if policy == "fixed":
         return f"at update {shared + 1:,} ({shared / plan['max_steps']:.1%} of the updates are shared)"
     who = "all layers, when over half of the" if policy == "adaptive" else "group by group, where"
