@@ -19,9 +19,14 @@ def relative_names(folder: Path, suffix: str) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob(f"*{suffix}")}
 
 
+def configuration_names() -> set[str]:
+    """What is configured, and the files that it names by `${conf_file:...}`."""
+    return relative_names(ROOT / "conf", ".yaml") | relative_names(ROOT / "conf", ".txt")
+
+
 def test_every_configuration_file_is_found_through_the_package() -> None:
     package = resources.files("sharebert.conf")
-    names = relative_names(ROOT / "conf", ".yaml")
+    names = configuration_names()
     assert len(names) > 20
     for name in names:
         assert package.joinpath(name).read_text() == (ROOT / "conf" / name).read_text()
@@ -41,7 +46,7 @@ def test_a_wheel_holds_the_configuration_and_data_preparation_and_no_tests(tmp_p
     (wheel,) = tmp_path.glob("sharebert-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {f"sharebert/conf/{name}" for name in relative_names(ROOT / "conf", ".yaml")} <= names
+    assert {f"sharebert/conf/{name}" for name in configuration_names()} <= names
     assert {f"data_prep/{name}" for name in relative_names(ROOT / "data_prep", ".py")} <= names
     assert {f"sharebert/{name}" for name in relative_names(ROOT / "sharebert", ".py")} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)

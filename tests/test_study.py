@@ -47,7 +47,7 @@ def test_a_regime_opens_with_its_command_and_gives_way_to_every_choice(path: Pat
     words = shlex.split(second.removeprefix("# "))
     assert words[:3] == ["sharebert", "train", f"+experiment=study/{path.stem}"]
     compose("train", "train", TrainConfig, words[2:])
-    content: Any = OmegaConf.to_container(OmegaConf.load(path))
+    content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     assert all(key.startswith("override /") for default in content.pop("defaults") for key in default)
     for unshare, data in (("fixed", "text_files"), ("adaptive", "python_docs")):
         choices = [f"+experiment=study/{path.stem}", f"unshare={unshare}", f"data={data}", "data.files=[a.txt]"]
