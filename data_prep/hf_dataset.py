@@ -20,7 +20,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class UnreachableError(ConfigError):
-    """The hub does not answer now; what was asked of it may be right, and what is tokenised stays."""
+    """The hub did not give what was asked for: it may at the next try, and what is tokenised stays."""
 
 
 def local_folder(config: DataConfig) -> Path | None:
@@ -45,7 +45,7 @@ def load(config: DataConfig) -> Any:
     """The split `hf_split`, memory-mapped, or a stream with `hf_streaming`; only its column of text.
 
     Raises:
-        UnreachableError: the hub does not answer.
+        UnreachableError: the hub does not answer, or not as expected.
         ConfigError: no such dataset, configuration, split or column; the message names the key.
     """
     import datasets
@@ -62,7 +62,7 @@ def load(config: DataConfig) -> Any:
         raise
     except hub_errors() as error:  # missing, offline, unknown configuration or split
         given = f"hf_name={config.hf_name!r}, hf_split={config.hf_split!r}"
-        kind = UnreachableError if _is_of_the_connection(error) else ConfigError
+        kind = UnreachableError if folder is None else ConfigError  # the hub's own faults come in many forms
         raise kind(f"data.hf_path={config.hf_path!r} ({given}): {error}") from error
 
 
@@ -116,12 +116,6 @@ def hub_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub import errors
 
     return (OSError, ValueError, RuntimeError, errors.HTTPError)  # type: ignore[attr-defined]
-
-
-def _is_of_the_connection(error: Exception) -> bool:
-    from huggingface_hub import errors
-
-    return isinstance(error, (ConnectionError, TimeoutError, errors.HTTPError))  # type: ignore[attr-defined]
 
 
 def content_hash(config: DataConfig) -> tuple[str, int]:

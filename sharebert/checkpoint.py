@@ -195,7 +195,8 @@ class CheckpointFolder:
         except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError on a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             if old is not None and doomed.exists() and not target.exists():
-                doomed.rename(target)
+                with contextlib.suppress(OSError):  # else :func:`remove_leftovers` does
+                    doomed.rename(target)
             raise CheckpointError(f"{target}: could not be written ({error}); older checkpoints are intact") from error
         if old is not None:
             shutil.rmtree(doomed, ignore_errors=True)
@@ -291,16 +292,16 @@ def _point_latest_to(newest: Path | None, folder: Path) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Delete what a killed save or a killed deletion left behind.
 
-    A whole checkpoint whose save was killed between taking the old one of its name away and taking that name gets it
-    now: it may be the only one.
+    Not what is whole where the checkpoint of its name is missing: a save was killed, or failed, about to give it that
+    name, perhaps with the old one of that name taken away already. The newer one gets it, else the old one.
     """
-    for path in folder.glob(f"{_TEMPORARY}step-*"):
-        target = path.with_name(path.name.removeprefix(_TEMPORARY))
-        if not target.exists() and _verified(path) is not None:
-            path.rename(target)
     for prefix in (_TEMPORARY, _DELETED):
         for path in folder.glob(f"{prefix}step-*"):
-            shutil.rmtree(path, ignore_errors=True)
+            target = path.with_name(path.name.removeprefix(prefix))
+            if not target.exists() and _verified(path) is not None:
+                path.rename(target)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def free_name(path: Path, reason: str) -> Path:

@@ -138,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks = detect_ranks()
         set_up_logging(ranks.rank)
         if verb in HYDRA_VERBS:
-            with _alike_on_all_ranks(ranks):
+            reads_own_files = any(word.startswith(("--config-dir", "-cd", "--config-path", "-cp")) for word in rest)
+            with contextlib.nullcontext() if reads_own_files else _alike_on_all_ranks(ranks):
                 return _run_hydra(verb, rest, ranks)
         return _guarded(verb, lambda: _run_plain(verb, rest))
     except _SaidByRankZeroError:
@@ -341,8 +342,9 @@ def _plan(request: Request, flags: argparse.Namespace, ranks: Ranks) -> int:
     from sharebert.plan.run import Circumstances, plan
 
     processes = ranks.world_size if flags.processes is None else flags.processes
-    circumstances = Circumstances(processes, flags.memory_gib, flags.tokens_per_second, flags.tflops)
-    return plan(request, circumstances, as_json=flags.json)
+    with _alike_on_all_ranks(ranks):
+        circumstances = Circumstances(processes, flags.memory_gib, flags.tokens_per_second, flags.tflops)
+        return plan(request, circumstances, as_json=flags.json)
 
 
 def _finetune(config: FinetuneConfig, folder: Path, ranks: Ranks) -> int:

@@ -56,10 +56,11 @@ def join_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> No
 
 @contextlib.contextmanager
 def process_group(ranks: Ranks, device: torch.device, timeout_minutes: float) -> Iterator[None]:
-    """The job's process group, joined, and left at a clean end.
+    """The job's process group, joined, and left at the end.
 
-    After an error it is not left: NCCL waits in that for whatever other ranks have begun together, and they for this
-    one. The end of the process, for which the caller has to see (:func:`sharebert.launch.leave_at_once`), ends them.
+    After an error several ranks do not leave it: NCCL waits in that for whatever other ranks have begun together, and
+    they for this one. The end of the process, for which the caller has to see
+    (:func:`sharebert.launch.leave_at_once`), ends them.
     """
     join_group(ranks, device, timeout_minutes)
     try:

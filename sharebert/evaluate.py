@@ -54,6 +54,7 @@ class Evaluator:
                     sums[0] += masked_lm_loss_sum(logits, batch.labels, batch.weights)
                     sums[1] += correct_predictions(logits, batch.labels, batch.weights)
                     sums[2] += batch.weights.sum()
+                    del logits  # else there are two while the next batch is scored
         finally:
             model.train(was_training)
         loss, correct, targets = sum_over_ranks(sums).tolist()

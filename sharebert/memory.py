@@ -210,6 +210,7 @@ def tensor_bytes(run: Pass, held: Held, keeps_gradients: bool) -> int:
         held.state + max(held.gradients + held.sample, 2 * held.sample),
         held.state + held.check + embedding if held.check else 0,
         held.built if run.device == "cpu" else 0,
+        held.state + 4 * run.predictions * W + loss_bytes(run),  # held-out scores are in fp32
     )
 
 

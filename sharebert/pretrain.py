@@ -34,7 +34,6 @@ from sharebert.log import close_log_file, open_log_file
 from sharebert.metrics import Progress, Recorder, build_sinks
 from sharebert.origin import Origin, build_save, find_origin
 from sharebert.precision import Precision, resolve_device
-from sharebert.prefix_plan import shared_updates
 from sharebert.provenance import describe_origin
 from sharebert.resolve import resolve
 from sharebert.run_corpus import obtain_corpus
@@ -44,10 +43,11 @@ from sharebert.run_folder import (
     refuse_other_configuration,
     status_on_error,
 )
-from sharebert.run_memory import check_memory, explain_out_of_memory
+from sharebert.run_memory import check_memory, explain_out_of_memory, phases_of
 from sharebert.share_map import draw_share_map
 from sharebert.train_state import TrainState, began_from, build_train_state, check_init_from, init_from_folder
 from sharebert.trainer import Trainer
+from sharebert.unshare_policy import describe_least_checks
 
 logger = logging.getLogger(__name__)
 
@@ -169,8 +169,8 @@ def _leave(run: RunFolder, trainer: Trainer, is_finished: bool, stop_reason: str
 
 def _claim(run: RunFolder, config: TrainConfig, state: TrainState) -> None:
     """Rank 0: from here on the folder says that this run is running."""
-    always = config.unshare.policy == "always"
-    parameters = state.unique_parameters() if always else state.effective_parameters()
+    stays_shared = phases_of(config) == ("shared",)
+    parameters = state.unique_parameters() if stays_shared else state.effective_parameters()
     checkpoint.check_free_space(run.path, 3 * 4 * parameters)  # fp32 weights and two moments
     run.write_config(config)
     run.write_status("running", state.counters.step)
@@ -256,10 +256,11 @@ def _announce(config: TrainConfig, state: TrainState, corpus: PreparedCorpus, or
     if config.optim.warmup_steps > config.max_steps:
         message = "optim.warmup_steps=%d is more than max_steps=%d: the rate will not reach optim.lr"
         logger.warning(message, config.optim.warmup_steps, config.max_steps)
-    shared, is_open = shared_updates(config)
-    if config.unshare.policy in ("adaptive", "multi_step") and shared == config.max_steps and not is_open:
-        checks = f"{config.unshare.patience} checks, one every {config.unshare.check_every:,} updates"
-        logger.warning("max_steps=%d ends before %s could unshare anything", config.max_steps, checks)
+    unshare = config.unshare
+    if unshare.policy in ("adaptive", "multi_step") and phases_of(config) == ("shared",):
+        assert unshare.check_every is not None, "checked by UnshareConfig"
+        takes = describe_least_checks(unshare.patience, unshare.check_every, unshare.earliest_step)
+        logger.warning("max_steps=%d is too few to unshare anything: that takes %s", config.max_steps, takes)
     begin = f"goes on from {origin.start}" if origin.start is not None else "starts"
     logger.info("%s at step %d of %d", begin, state.counters.step, config.max_steps)
 

@@ -215,6 +215,13 @@ class MultiStepPolicy(WatchingPolicy):
         self.rows = [int(row) for row in state["rows"]]
 
 
+def describe_least_checks(patience: int, check_every: int, earliest_step: int) -> str:
+    """What a decision by correlations takes at the least, for a run that is too short for it."""
+    checks = f"{patience} checks in a row" if patience > 1 else "a check"
+    after = f", none before update {earliest_step:,}" if earliest_step else ""
+    return f"{checks}, one every {check_every:,} updates{after}, and then an update"
+
+
 def resolve_unshare_step(config: TrainConfig) -> int | None:
     """The update tau at which a `fixed` policy unshares; None for the other policies."""
     unshare = config.unshare

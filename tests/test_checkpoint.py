@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -25,6 +26,7 @@ from sharebert.checkpoint import (
     check_free_space,
     find_newest_good,
     free_name,
+    link_checkpoint,
     list_checkpoints,
     load_tensors,
     load_training_state,
@@ -217,6 +219,52 @@ def test_a_checkpoint_saved_again_survives_a_kill_between_the_two_renames(
     checkpoint.remove_leftovers(folder.path)
     assert [path.name for path in folder.path.iterdir() if not path.is_symlink()] == ["step-00000010-shared"]
     assert verify(folder.path / "step-00000010-shared")["evaluation"] == {"eval/loss": 1.0}
+
+
+@pytest.mark.parametrize("comes_back", [True, False], ids=["at once", "at the next start"])
+def test_a_checkpoint_stays_when_its_replacement_cannot_take_its_name(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, comes_back: bool
+) -> None:
+    rename = Path.rename
+
+    def fail(path: Path, target: Path) -> Path:
+        if path.name.startswith(".saving") or (path.name.startswith(".deleting") and not comes_back):
+            raise OSError(errno.ESTALE, "stale")
+        return rename(path, target)
+
+    save(folder, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(CheckpointError, match="older checkpoints are intact"):
+            save(folder, 10, evaluation={"eval/loss": 1.0})
+    assert len(list_checkpoints(folder.path)) == comes_back
+    checkpoint.remove_leftovers(folder.path)
+    assert names(folder) == ["latest", "step-00000010-shared"]
+    assert "evaluation" not in verify(folder.path / "step-00000010-shared")
+
+
+def test_a_linked_checkpoint_is_whole_or_absent(
+    folder: CheckpointFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(BaseException):
+        pass
+
+    source, write_text = save(folder, 10), Path.write_text
+
+    def die(path: Path, *arguments: Any, **options: Any) -> int:
+        if path.name == "more.json":
+            raise KilledError
+        return write_text(path, *arguments, **options)
+
+    other = tmp_path / "other"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", die)
+        with pytest.raises(KilledError):
+            link_checkpoint(source, other, {"more.json": "{}"})
+    checkpoint.remove_leftovers(other)
+    assert not list_checkpoints(other)
+    link_checkpoint(source, other, {"more.json": "{}"})
+    assert (list_checkpoints(other)[0].path / "more.json").read_text() == "{}"
 
 
 def test_within_a_step_the_later_phase_is_the_newer(folder: CheckpointFolder) -> None:

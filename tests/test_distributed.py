@@ -208,7 +208,7 @@ def test_the_time_limit_of_the_group_holds_for_ranks_that_hang_not_for_the_work_
     assert statuses == [0, 0], errors
 
 
-def test_the_group_is_left_at_a_clean_end_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_error_only_a_lone_rank_leaves_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's way out waits for the others, who wait for the rank that failed."""
     seen: list[str] = []
     monkeypatch.setattr(distributed, "join_group", lambda *_: seen.append("join"))

@@ -119,6 +119,10 @@ def test_policies_that_watch_say_when_they_look(capsys: pytest.CaptureFixture[st
     assert "not before update 3,001, at update 9,000 at the latest" in shown
     assert "at least 3,000" in shown
     assert "group by group" in table(capsys, "+experiment=paper/table1_swe_m", "engine.device=cpu")
+    few = ["unshare=adaptive", "max_steps=3000", "engine.device=cpu"]
+    shown = table(capsys, *few)
+    assert "never: that would take 3 checks in a row, one every 1,000 updates, and then an update" in shown
+    assert "updates,\n          none before update 900, and then" in table(capsys, *few, "unshare.earliest_step=900")
     assert "nothing is shared" in table(capsys, "unshare=never")
     assert "to the end" in table(capsys, "unshare=always")
 

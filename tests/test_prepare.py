@@ -239,7 +239,8 @@ def test_what_a_killed_process_left_is_replaced(config):
     assert not partial.exists()
 
 
-def test_tokens_stay_when_the_hub_does_not_answer(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [ConnectionError("no network"), FileNotFoundError("no network, says the hub")])
+def test_tokens_stay_when_the_hub_does_not_answer(tmp_path, monkeypatch, error):
     datasets = pytest.importorskip("datasets")
     cache_dir = str(tmp_path / "cache")
     config = DataConfig(
@@ -247,7 +248,7 @@ def test_tokens_stay_when_the_hub_does_not_answer(tmp_path, monkeypatch):
     )
 
     def offline(*arguments, **options):
-        raise ConnectionError("no network")
+        raise error
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
     partial = plan_corpus(config).folder

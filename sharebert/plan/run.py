@@ -186,6 +186,7 @@ def _unsharing(config: TrainConfig) -> dict[str, Any]:
         "check_every": unshare.check_every,
         "threshold": unshare.threshold,
         "patience": unshare.patience,
+        "earliest_step": unshare.earliest_step,
         "latest_step": unshare.latest_step,
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 from sharebert.files import short_names
 from sharebert.run_memory import readable_bytes
 from sharebert.table import markdown_table
+from sharebert.unshare_policy import describe_least_checks
 
 Plan = Mapping[str, Any]
 
@@ -62,7 +63,8 @@ def describe_unsharing(plan: Plan) -> str:
     if plan["phases"] == ["shared"]:
         if policy == "always":
             return "never: the layers share to the end"
-        return f"never: max_steps ends before {plan['patience']} checks, one every {plan['check_every']:,} updates"
+        takes = describe_least_checks(plan["patience"], plan["check_every"], plan["earliest_step"])
+        return f"never: that would take {takes}".replace(", none", ",\n          none")
     if policy == "fixed":
         return f"at update {shared + 1:,} ({shared / plan['max_steps']:.1%} of the updates are shared)"
     who = "all layers, when over half of the" if policy == "adaptive" else "group by group, where"

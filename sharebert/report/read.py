@@ -182,12 +182,8 @@ def _read_config(path: Path, notes: list[str]) -> TrainConfig | None:
     try:
         values = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     except FileNotFoundError:
-        state, has_figures = RunFolder(path).read_status().get("state"), (path / "metrics.jsonl").exists()
-        if has_figures or state not in (
-            "failed",
-            "running",
-            "stopped",
-        ):  # else it is still preparing its data
+        may_be_early = RunFolder(path).read_status().get("state") in ("failed", "running", "stopped")
+        if not may_be_early or (path / "metrics.jsonl").exists():  # else it got no further than preparing its data
             notes.append("no config.yaml")
         return None
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
