@@ -20,7 +20,7 @@ from sharebert.cli import main
 from sharebert.config import POLICIES, ConfigError, TrainConfig, UnshareConfig, from_dict, to_dict
 from sharebert.launch import EXIT_FINISHED, EXIT_USAGE
 from sharebert.model.bert import Bert
-from sharebert.report.arms import POLICY_NAMES, USED_BY, Arm, common_unsharing, group_into_arms
+from sharebert.report.arms import POLICY_NAMES, USED_BY, Arm, common_unsharing, describe_usual, group_into_arms
 from sharebert.report.compare import (
     Spread,
     choose_baseline,
@@ -273,7 +273,22 @@ def test_arms_are_named_by_policy_and_by_what_differs() -> None:
     assert names_of(low, high, never) == ["baseline", f"SWE-A, {rho}=0.3", f"SWE-A, {rho}=0.7"]
     slower = settings(unshare__policy="fixed", unshare__step=8, unshare__shared_lr_factor=0.3)
     names = names_of(fixed, slower, never, settings(unshare__shared_lr_factor=0.3))
-    assert names == ["baseline", "SWE-F τ=8, shared rate x1", "SWE-F τ=8, shared rate x0.3"]
+    assert names == ["baseline", "SWE-F τ=8", "SWE-F τ=8, shared rate x0.3"]
+    assert names_of(never, settings(unshare__initial="same")) == ["baseline", "baseline, same start"]
+
+
+def test_what_most_arms_have_is_said_once() -> None:
+    configs = [settings(max_steps=steps) for steps in (80, 70, 60)]
+    deep = settings(model__num_layers=8, optim__lr=2e-3)
+    assert names_of(*configs, deep) == [
+        "baseline, T=80",
+        "baseline, T=70",
+        "baseline, T=60",
+        "baseline, T=40, layers=8, peak=0.002",
+    ]
+    arms, _ = group_into_arms([a_run(config, [4, 3], f"r{number}") for number, config in enumerate([*configs, deep])])
+    assert describe_usual(arms) == "layers=4, peak=0.001"
+    assert describe_usual(arms[:1]) == ""
 
 
 def test_the_recipe_has_what_arms_that_share_have_in_common() -> None:

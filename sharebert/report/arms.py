@@ -43,6 +43,11 @@ SHORT_NAMES = {
     "model.num_layers": "layers",
 }
 
+PAPERS = {"unshare.shared_lr_factor": 1.0, "unshare.optimizer_state": "copy", "unshare.initial": "independent"}
+"""What the paper does; named only where it is otherwise."""
+ALWAYS_NAMED = {"max_steps", "unshare.threshold", "unshare.step", "unshare.unit_layers"}
+"""Where arms differ in them."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -117,18 +122,42 @@ def _order(config: TrainConfig) -> tuple[Any, ...]:
 def name_arms(runs: Sequence[Run]) -> list[str]:
     """A name for each arm, of which a run is given: the policy, and the settings in which arms differ.
 
-    A setting that is the same wherever a policy looks at it is not named, but τ always is.
+    A setting that is the same wherever a policy looks at it is not named, nor one of :func:`usual_values`;
+    but τ always is.
     """
     settings = [comparable_settings(run.settings) for run in runs]
+    differing, usual = _differing(settings), usual_values(settings)
+    names = [_name(run.settings, flat, differing, usual) for run, flat in zip(runs, settings, strict=True)]
+    repeated = {name for name in names if names.count(name) > 1}
+    return [f"{name} ({run.name})" if name in repeated else name for name, run in zip(names, runs, strict=True)]
+
+
+def _differing(settings: Sequence[dict[str, Any]]) -> set[str]:
+    """Keys that arms of these settings differ in, where both have them."""
     values: dict[str, set[str]] = {}
     for flat in settings:
         for key, value in flat.items():
             values.setdefault(key, set()).add(str(value))
-    differing = {key for key, found in values.items() if len(found) > 1} - {"unshare.policy"}
-    differing = by_preset(differing)
-    names = [_name(run.settings, flat, differing) for run, flat in zip(runs, settings, strict=True)]
-    repeated = {name for name in names if names.count(name) > 1}
-    return [f"{name} ({run.name})" if name in repeated else name for name, run in zip(names, runs, strict=True)]
+    return by_preset({key for key, found in values.items() if len(found) > 1} - {"unshare.policy"})
+
+
+def usual_values(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is not worth naming of the settings in which arms differ: what the paper does, or most arms have."""
+    usual = {}
+    for key in _differing(settings) - ALWAYS_NAMED:
+        values = [flat[key] for flat in settings if key in flat]
+        most = max(values, key=values.count)
+        if key in PAPERS:
+            usual[key] = PAPERS[key]
+        elif len(values) > 3 and values.count(most) > 2 / 3 * len(values):
+            usual[key] = most
+    return usual
+
+
+def describe_usual(arms: Sequence[Arm]) -> str:
+    """The settings of most arms, which their names leave out; empty where there are none."""
+    usual = usual_values([arm.settings for arm in arms])
+    return ", ".join(_describe(key, value) for key, value in sorted(usual.items()) if key not in PAPERS)
 
 
 def by_preset(keys: set[str]) -> set[str]:
@@ -145,7 +174,7 @@ def common_unsharing(arms: Sequence[Arm]) -> dict[str, Any]:
     return {key: found[0] for key, found in values.items() if all(value == found[0] for value in found)}
 
 
-def _name(config: TrainConfig, settings: dict[str, Any], differing: set[str]) -> str:
+def _name(config: TrainConfig, settings: dict[str, Any], differing: set[str], usual: dict[str, Any]) -> str:
     policy, unit_layers = config.unshare.policy, config.unshare.unit_layers
     parts = [POLICY_NAMES[policy]]
     if policy == "fixed":
@@ -153,7 +182,7 @@ def _name(config: TrainConfig, settings: dict[str, Any], differing: set[str]) ->
     if unit_layers > 1 and policy != "never":
         parts.append(f"units {unit_layers}\N{MULTIPLICATION SIGN}{config.model.num_layers // unit_layers}")
     for key in sorted(differing - {"unshare.step", "unshare.unit_layers"}, key=lambda key: (key != "max_steps", key)):
-        if key in settings:
+        if key in settings and not (key in usual and settings[key] == usual[key]):
             parts.append(_describe(key, settings[key]))
     return ", ".join(parts)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from sharebert.report.arms import Arm, common_unsharing
+from sharebert.report.arms import Arm, common_unsharing, describe_usual
 from sharebert.report.compare import (
     Reached,
     SpeedUp,
@@ -119,6 +119,8 @@ def summary(comparison: Comparison, is_named: bool) -> Section:
         why = "as asked for" if is_named else "of those that never share, that with most updates; complete ones first"
         names = ", ".join(run.name + ("" if run.is_complete else " (not complete)") for run in baseline.runs)
         text.append(f"Baseline: {baseline.name} ({why}), from {names}.")
+    if usual := describe_usual(arms):
+        text.append(f"Where the name of an arm does not say otherwise: {usual}.")
     if importlib.util.find_spec("matplotlib") is None:
         text.append("The pictures are missing: they need matplotlib. pip install 'sharebert[plot]', and report again.")
     text += _warnings(comparison)

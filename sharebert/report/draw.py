@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def draw_curves_of_arms(arms: Sequence[Arm], path: Path, figure_of: Figure, labe
         label: of the vertical axis.
         target: a level to mark: the baseline's final figure.
     """
-    if (figure := new_figure(path.name, WIDTH, 7.6 + 0.22 * math.ceil(len(arms) / 3))) is None:
+    if (figure := new_figure(path.name, WIDTH, 7.6 + _legend_height(arms))) is None:
         return False
     panels = figure.subplots(2, 2, sharey=True)
     panels[0][0].set_ylim(*_range(arms, figure_of))
@@ -109,7 +109,7 @@ def _draw_lines(axis: Any, lines: Sequence[Line], against: Axis, style: dict[str
     labelled = set()
     for line in lines:
         name, places = line.arm.name, against.of(line.arm, line.curve)
-        label = "_nolegend_" if name in labelled else name if line.is_complete else f"{name} (not complete)"
+        label = "_nolegend_" if name in labelled else _label(name, line.is_complete)
         labelled.add(name)
         width, alpha = (1.8, 1.0) if line.is_complete else (0.8, 0.8)
         axis.plot(places, line.curve.mean, label=label, linewidth=width, alpha=alpha, **style[name])
@@ -172,8 +172,8 @@ def draw_finals(arms: Sequence[Arm], baseline: Arm | None, path: Path) -> bool:
 def draw_differences(arms: Sequence[Arm], path: Path) -> bool:
     """Loss minus that of the equal run that never shares, along the updates; whether it was drawn."""
     lines = [line for arm in arms if (twin := find_twin(arm, arms)) for line in _difference_lines(arm, twin)]
-    height = 4.2 + 0.22 * math.ceil(len({line.arm.name for line in lines}) / 3)
-    if not lines or (figure := new_figure(path.name, WIDTH, height)) is None:
+    height = _legend_height({line.arm.name: line.arm for line in lines}.values())
+    if not lines or (figure := new_figure(path.name, WIDTH, 4.2 + height)) is None:
         return False
     begin, shown = SHOWN_FROM * max(line.curve.steps[-1] for line in lines), [0.0]
     for curve in (line.curve for line in lines):
@@ -262,5 +262,25 @@ def _legend_below(figure: Any, axis: Any) -> None:
     """One legend for all panels, under them, in columns that long names fit into."""
     handles, labels = axis.get_legend_handles_labels()
     marker = axis.plot([], [], marker="v", color=GREY, linestyle="none", label="unsharing")[0]
-    columns = 3 if max(map(len, labels)) < 40 else 2 if max(map(len, labels)) < 60 else 1
-    figure.legend([*handles, marker], [*labels, "unsharing"], loc="outside lower center", ncols=columns, frameon=False)
+    figure.legend(
+        [*handles, marker],
+        [*labels, "unsharing"],
+        loc="outside lower center",
+        ncols=_legend_columns(labels),
+        frameon=False,
+    )
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    longest = max(map(len, labels))
+    return 3 if longest < 40 else 2 if longest < 60 else 1
+
+
+def _legend_height(arms: Collection[Arm]) -> float:
+    """Inches that a legend of these arms takes, with two lines for what else is in it."""
+    labels = [_label(arm.name, bool(arm.complete)) for arm in arms]
+    return 0.25 * math.ceil((len(labels) + 2) / _legend_columns(labels)) if labels else 0.0
+
+
+def _label(name: str, is_complete: bool) -> str:
+    return name if is_complete else f"{name} (not complete)"
