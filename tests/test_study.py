@@ -25,7 +25,7 @@ from sharebert.config import ConfigError, TrainConfig, flatten, from_dict, to_di
 from sharebert.launch import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 from sharebert.study import runs
 from sharebert.study.__main__ import main, parse
-from sharebert.study.plan import Job, arms, build_jobs, describe_plan, seconds_per_update
+from sharebert.study.plan import Job, arms, build_jobs, describe_plan, read_arms, seconds_per_update
 from sharebert.study.runs import environment, run_jobs
 
 ROOT = Path(__file__).parent.parent
@@ -58,8 +58,12 @@ def test_a_regime_opens_with_its_command_and_gives_way_to_every_choice(path: Pat
         assert {key: result[key] for key in flatten(content)} == pytest.approx(flatten(content))
 
 
-def test_the_vocabulary_of_characters_splits_words_into_them() -> None:
-    tokenizer = load_given_tokenizer(ROOT / "conf/experiment/study/characters.txt", lowercase=True)
+def test_the_vocabulary_of_characters_is_found_from_anywhere_and_splits_words_into_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (job,) = jobs_of("--arms", "baseline", "--seeds", "1")
+    tokenizer = load_given_tokenizer(Path(str(job.config.data.tokenizer)), lowercase=True)
     assert tokenizer.encode("It's 4 é", add_special_tokens=False).tokens == ["i", "##t", "'", "s", "4", "e"]
     assert vocabulary_size(tokenizer) == 5 + 26 + 10 + 32 + 36
 
@@ -127,8 +131,12 @@ def test_arms_come_from_a_file_in_place_of_the_studys_own(tmp_path: Path) -> Non
 
 
 def test_the_regimes_of_the_repository_are_arms() -> None:
-    jobs = jobs_of("--arm-file", str(ROOT / "conf/experiment/study/regimes.txt"), "--seeds", "1")
-    assert len({job.arm for job in jobs}) == len(jobs) > 20
+    path = ROOT / "conf/experiment/study/regimes.txt"
+    found = read_arms(path)
+    assert len(found) > 30
+    of_keys = {tuple(setting.split("=")[0] for setting in settings): name for name, settings in found.items()}
+    jobs = jobs_of("--arm-file", str(path), "--seeds", "1", "--arms", *of_keys.values())  # one with the same keys
+    assert len(jobs) == len(of_keys) > 8
 
 
 def test_a_corpus_settings_and_the_device_reach_every_run() -> None:
